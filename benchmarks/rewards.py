@@ -23,7 +23,7 @@ from jaxtyping import Float32, Num, UInt8
 
 from digen_jax.files import shipped
 from digen_jax.images import to_uint8
-from digen_jax.rewards import alone
+from digen_jax.rewards import Exchange, alone, take_exchanges
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.client import RemoteReward
 
@@ -163,7 +163,7 @@ def compare(requests: Requests, log: Callable[[str], None]) -> ServiceComparison
 
 def run_servers(requests: Requests, faults: bool) -> Throughput:
     """Scores with servers; `faults` uses a `FaultyNetwork` and kills the first server."""
-    exchanges: list[Any] = []
+    exchanges: list[Exchange] = []
     with ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         count = range(requests.servers)
@@ -180,13 +180,13 @@ def run_servers(requests: Requests, faults: bool) -> Throughput:
             connections=requests.clients,
             blocked=(0.05, 1.0),
             pauses=(0.01, 0.2),
-            listener=exchanges.append,
             transport=network,
         )
         _warm_up(requests, reward)
-        exchanges.clear()
+        take_exchanges()
         with _killed(servers[0], requests, exchanges) if faults else nullcontext():
             found = score_all(requests, lambda *batch: reward(*batch)[NAME])
+        exchanges += take_exchanges()
         reward.close()
         files = [file for file in folder.iterdir() if file.suffix != ".jsonl"]
         lines = [line for file in files for line in file.read_text().splitlines()]
@@ -299,13 +299,14 @@ class ServerProcess:
 
 
 @contextmanager
-def _killed(server: ServerProcess, requests: Requests, exchanges: list) -> Iterator[None]:
+def _killed(server: ServerProcess, requests: Requests, exchanges: list[Exchange]) -> Iterator[None]:
     """Kills a server when a third of the requests are answered, and restarts it at once."""
     ended, third = threading.Event(), requests.clients * requests.requests // 3
 
     def work() -> bool:
         while not ended.wait(0.005):
-            if sum(one.failure is None for one in list(exchanges)) >= third:
+            exchanges.extend(take_exchanges())
+            if sum(one.failure is None for one in exchanges) >= third:
                 server.kill()
                 server.start()
                 server.wait()

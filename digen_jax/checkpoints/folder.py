@@ -98,43 +98,35 @@ def absent_components(folder: Folder) -> list[str]:
     return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
 
 
-def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...]]) -> None:
-    """Checks `model_index.json` against the (library, class, ...) of each component; (None, None) is not checked.
-
-    If several classes are given, any one is accepted.
-
-    Raises:
-      ValueError: A component is missing or has another class; names the first one.
-    """
-    path = pathlib.Path(folder) / INDEX
-    index = read_json(path)
-    for part, expected in components.items():
-        found = index.get(part)
-        # transformers may save the class of the fast tokenizer, which reads the same files.
-        same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
-        supported = [[expected[0], name] for name in expected[1:]]
-        if expected[0] is not None and same not in supported:
-            names = " or ".join(map(json.dumps, supported))
-            raise ValueError(
-                f"{path}: {part} is {json.dumps(found)}, but only {names} is supported: choose another folder"
-            )
-
-
 def read_configs(
     folder: Folder,
     components: Mapping[str, tuple[str | None, ...]],
     readers: Mapping[str, Callable[[dict[str, Any]], Any]],
 ) -> dict[str, Any]:
-    """Parses the JSON files of a pipeline's components with `readers`, after `check_classes`.
+    """Parses the JSON files of a pipeline's components with `readers`, by component.
+
+    `components` has the (library, class, ...) of each component; `model_index.json` must list one of the classes.
+    (None, None) is not checked.
 
     Raises:
-      ValueError: A file is missing, has another class, or is rejected by its reader.
+      ValueError: A file is missing, has another class, or is rejected by its reader; names the first one.
     """
-    check_classes(folder, components)
+    path = pathlib.Path(folder) / INDEX
+    index = read_json(path)
+    for part, (library, *kinds) in components.items():
+        found = index.get(part)
+        # transformers may save the class of the fast tokenizer, which reads the same files.
+        same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
+        supported = [[library, kind] for kind in kinds]
+        if library is not None and same not in supported:
+            names = " or ".join(map(json.dumps, supported))
+            raise ValueError(
+                f"{path}: {part} is {json.dumps(found)}, but only {names} is supported: choose another folder"
+            )
     parsed = {}
     for part, read in readers.items():
         name = "scheduler_config.json" if part == "scheduler" else "config.json"
-        path, kinds = pathlib.Path(folder) / part / name, components[part][1:]
+        path, kinds = pathlib.Path(folder) / part / name, [*components[part][1:]]
         config = read_json(path)
         found = config.get("_class_name") or (config.get("architectures") or kinds)[0]
         if found not in kinds:

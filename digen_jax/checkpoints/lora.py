@@ -70,43 +70,11 @@ def lora_init(key: Array, templates: Templates, config: LoraConfig, lists: Lists
     Raises:
       ValueError: The targets match nothing, or only some layers of a scan.
     """
-    first, factors = next(iter(templates)), {}
-    for part in adapted_layers(templates, config.targets, lists):
+    first, factors = next(iter(templates)), dict[str, dict[Path, Array]]()
+    for part, path, kernel, layers in _adapted(templates, config.targets, lists):
         own = key if part == first else jax.random.fold_in(key, zlib.crc32(part.encode()))
-        factors[part] = _factors(own, templates[part], config, lists[part], part)
-    return factors
-
-
-def adapted_layers(templates: Templates, targets: str, lists: Lists) -> dict[str, set[str]]:
-    """Returns the torch names of linear layers that match `targets`, by component; omits those without matches.
-
-    Raises:
-      ValueError: No layer matches, or only some layers of a scan match.
-    """
-    found, known = dict[str, set[str]](), list[str]()
-    for part, template in templates.items():
-        matching = _targets(template, targets, lists[part], part)
-        for path, _, layers in dense_layers(template, lists[part]):
-            known += layers
-            if path in matching:
-                found[part] = found.get(part, set()) | {*layers}
-    if not found:
-        raise ValueError(
-            f"lora targets {targets!r} matches none of the {len(known)} linear layers; "
-            f"it must match a full name such as {known[0]}"
-        )
-    return found
-
-
-def _factors(
-    key: Array, template: Tree, config: LoraConfig, lists: tuple[str, ...], component: str
-) -> dict[str, Any]:
-    """Initializes the factors of one component."""
-    factors = {}
-    for path, kernel in _targets(template, config.targets, lists, component).items():
-        layers = tensor_names((*path, "kernel"), lists)
-        numbers = np.array([zlib.crc32(name.encode()) for name in layers], np.uint32)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+        numbers = np.array([zlib.crc32(f"{one}.weight".encode()) for one in layers], np.uint32)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(own, numbers)
         *stack, inputs, outputs = kernel.shape
 
         def draw(key: Array, shape=(inputs, config.rank)) -> Array:
@@ -116,9 +84,52 @@ def _factors(
             return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
         a = jax.vmap(draw)(keys)
-        factors[*path, "a"] = a if stack else a[0]
-        factors[*path, "b"] = jnp.zeros((*stack, config.rank, outputs), jnp.float32)
-    return unflatten_dict(factors)
+        found = factors.setdefault(part, {})
+        found[*path, "a"] = a if stack else a[0]
+        found[*path, "b"] = jnp.zeros((*stack, config.rank, outputs), jnp.float32)
+    return {part: unflatten_dict(found) for part, found in factors.items()}
+
+
+def adapted_layers(templates: Templates, targets: str, lists: Lists) -> dict[str, set[str]]:
+    """Returns the torch names of linear layers that match `targets`, by component; omits those without matches.
+
+    Raises:
+      ValueError: No layer matches, or only some layers of a scan match.
+    """
+    found = dict[str, set[str]]()
+    for part, _, _, layers in _adapted(templates, targets, lists):
+        found.setdefault(part, set()).update(layers)
+    return found
+
+
+def _adapted(
+    templates: Templates, targets: str, lists: Lists
+) -> list[tuple[str, Path, Any, list[str]]]:
+    """Returns (component, path, kernel, torch names of the layers of the scan) of matching linear layers.
+
+    Names match with or without the component's name. Raises like `adapted_layers`.
+    """
+    given = f"lora targets {targets!r}"
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ValueError(f"{given} is not a regular expression: {error}") from error
+    found, known = [], list[str]()
+    for part, template in templates.items():
+        for path, kernel, layers in dense_layers(template, lists[part]):
+            known += layers
+            names = [(layer, f"{part}.{layer}") for layer in layers]
+            hits = [pair[0] for pair in names if any(map(pattern.fullmatch, pair))]
+            if missed := [layer for layer in layers if hits and layer not in hits]:
+                both = f"matches {hits[0]} but not {missed[0]}, which are scanned together"
+                raise ValueError(f"{given} {both}: it must match all of them or none")
+            if hits:
+                found.append((part, path, kernel, layers))
+    if not found:
+        raise ValueError(
+            f"{given} matches none of the {len(known)} linear layers; it must match a full name such as {known[0]}"
+        )
+    return found
 
 
 def factor_axes(axes: Mapping[Path, tuple[str | None, ...]]) -> dict[Path, tuple[str | None, ...]]:
@@ -204,25 +215,3 @@ def dense_layers(template: Tree, lists: tuple[str, ...]) -> Iterator[tuple[Path,
         if path[-1] == "kernel" and len(leaf.shape) - is_scanned(path, lists) == 2:
             tensors = tensor_names(path, lists)
             yield path[:-1], leaf, [tensor.removesuffix(".weight") for tensor in tensors]
-
-
-def _targets(template: Tree, targets: str, lists: tuple[str, ...], part: str) -> dict[Path, Any]:
-    """Returns the kernels of linear layers with matching torch names, with or without the component's name."""
-    given = f"lora targets {targets!r}"
-    try:
-        pattern = re.compile(targets)
-    except re.error as error:
-        raise ValueError(f"{given} is not a regular expression: {error}") from error
-
-    def matches(layer: str) -> bool:
-        return any(pattern.fullmatch(name) for name in (layer, f"{part}.{layer}"))
-
-    found = {}
-    for path, kernel, layers in dense_layers(template, lists):
-        hits = [layer for layer in layers if matches(layer)]
-        if missed := [layer for layer in layers if hits and layer not in hits]:
-            both = f"matches {hits[0]} but not {missed[0]}, which are scanned together"
-            raise ValueError(f"{given} {both}: it must match all of them or none")
-        if hits:
-            found[path] = kernel
-    return found

@@ -103,12 +103,7 @@ class LoraFile(NamedTuple):
     component: str
     rank: int
     alpha: float | None  # None means unspecified; diffusers uses the rank
-
-    @property
-    def layers(self) -> set[str]:
-        """Torch names of the layers with tensors."""
-        start = f"{self.component}."
-        return {name.rsplit(".lora_", 1)[0].removeprefix(start) for name in self.tensors}
+    layers: set[str]  # torch names of the layers with tensors
 
 
 def write_lora(folder: Folder, lora: Mapping[str, Tree], alpha: float | int, lists: Lists) -> None:
@@ -180,9 +175,7 @@ def _open_file(file: pathlib.Path, templates: Templates, lists: Lists) -> dict[s
     given = _settings(file, stored)
     for part, roles in found.items():
         settings = {key.removeprefix(f"{part}."): value for key, value in given.items()}
-        _check_plain(file, settings, part)
-        rank = _rank(file, roles.get("lora_A", {}), part, settings)
-        alpha = _alpha(file, settings)
+        rank, alpha = _rank_and_alpha(file, roles.get("lora_A", {}), part, settings)
         if alphas := {layer: _number(tensor) for layer, tensor in roles.pop("alpha", {}).items()}:
             # As in kohya's scripts, a layer without the tensor has a scale of 1.
             alphas |= {layer: rank for layer in roles["lora_A"] if layer not in alphas}
@@ -195,7 +188,7 @@ def _open_file(file: pathlib.Path, templates: Templates, lists: Lists) -> dict[s
             for role, layers in roles.items()
             for layer, tensor in layers.items()
         }
-        opened[part] = LoraFile(file, tensors, part, rank, alpha)
+        opened[part] = LoraFile(file, tensors, part, rank, alpha, set[str]().union(*roles.values()))
     return opened
 
 
@@ -315,37 +308,32 @@ def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[st
         raise ValueError(f"{file} has metadata {METADATA} that is not a JSON object") from error
 
 
-def _check_plain(file: pathlib.Path, settings: Mapping[str, Any], part: str) -> None:
-    """Raises ValueError for PEFT settings that are not plain LoRA."""
+def _rank_and_alpha(
+    file: pathlib.Path, factors: Mapping[str, StoredTensor], part: str, settings: Mapping[str, Any]
+) -> tuple[int, float | None]:
+    """Returns the rank of a component's factors, and alpha from PEFT's settings (None: missing).
+
+    Raises:
+      ValueError: A setting is not that of a plain LoRA, or the ranks differ.
+    """
+    advice = _advice(MERGE_PEFT if file.name == PEFT_FILE else MERGE, file, part)
     for key, plain in PLAIN.items():
         if settings.get(key) is not None and settings[key] not in plain:
             supported = " or ".join(f"{key}={value}" for value in plain)
-            advice = _advice(MERGE_PEFT if file.name == PEFT_FILE else MERGE, file, part)
             wrong = f"{file} has {key}={settings[key]}, but only {supported} is supported"
             raise ValueError(f"{wrong}: {advice}")
-
-
-def _rank(file: pathlib.Path, factors: Mapping, part: str, settings: Mapping[str, Any]) -> int:
-    """Returns the rank of a component's factors, which are by name."""
-    ranks = {tensor.shape[0] for tensor in factors.values()}
+    ranks = sorted({tensor.shape[0] for tensor in factors.values()})
     if not ranks:
         raise ValueError(f"{file} holds no factors lora_A of {part}")
     if len(ranks) > 1:
-        advice = _advice(MERGE_PEFT if file.name == PEFT_FILE else MERGE, file, part)
-        raise ValueError(f"{file} mixes the ranks {sorted(ranks)}, not supported: {advice}")
-    rank = ranks.pop()
-    if (given := settings.get("r", rank)) != rank:
-        has = f"{file} has the setting r = {given}, but its tensors have rank {rank}"
+        raise ValueError(f"{file} mixes the ranks {ranks}, not supported: {advice}")
+    if (given := settings.get("r", ranks[0])) != ranks[0]:
+        has = f"{file} has the setting r = {given}, but its tensors have rank {ranks[0]}"
         raise ValueError(f"{has}: correct r")
-    return rank
-
-
-def _alpha(file: pathlib.Path, settings: Mapping[str, Any]) -> float | None:
-    """Returns alpha from PEFT's settings, or None if missing."""
     alpha = settings.get("lora_alpha")
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
         raise ValueError(f"{file} has lora_alpha={alpha}, which must be a positive number")
-    return alpha
+    return ranks[0], alpha
 
 
 def read_initial_lora(

@@ -64,13 +64,6 @@ def file_axes(leaf: str, ndim: int) -> tuple[int, ...]:
     return (ndim - 1, ndim - 2, *range(ndim - 2))
 
 
-def flax_axes(leaf: str, ndim: int) -> tuple[int, ...]:
-    """Returns the inverse of `file_axes`."""
-    if leaf != "kernel" or ndim < 2:
-        return tuple(range(ndim))
-    return (*range(2, ndim), 1, 0)
-
-
 def file_shape(path: Path, shape: tuple[int, ...], lists: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the file shape of each tensor of a (possibly stacked) leaf."""
     if is_scanned(path, lists):
@@ -158,8 +151,8 @@ def read_tree(
             # JAX calls this once per device; devices with the same shard share it.
             if (key := str(index)) not in shards:
                 inner = index[1:] if scanned else index
-                cut = tuple(inner[axis] for axis in file_axes(path[-1], len(inner)))
-                back = flax_axes(path[-1], len(inner))
+                axes = file_axes(path[-1], len(inner))
+                cut, back = tuple(inner[axis] for axis in axes), np.argsort(axes)
                 layers = []
                 for name in names[index[0]] if scanned else names:
                     array = _finite(tensors[name], name, np.asarray(tensors[name].read(cut)))

@@ -24,7 +24,7 @@ import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
 from digen_jax.rewards import moved
-from digen_jax.rewards.built_in import mesh_rewards, on_mesh
+from digen_jax.rewards.built_in import mesh_rewards
 from digen_jax.rewards.pool import RewardProcessDied
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
 
@@ -172,7 +172,7 @@ class RolloutProcess:
             self._open_rewards(config)
             found = rollout() if callable(rollout) else rollout
             try_scorers(config, found.scorers)
-            scorers = mesh_rewards(on_mesh(config.rewards), found.scorers)
+            scorers = mesh_rewards(config.rewards, found.scorers)
             data = self._steps, evaluated, self._transfer, scorers, weights
             return SamplingExecutor(self._name, found, *data)
 

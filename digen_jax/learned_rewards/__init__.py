@@ -61,15 +61,21 @@ class Learned:
 
 @functools.lru_cache(maxsize=8)
 def _read(reward: Learned) -> Any:
-    from digen_jax.learned_rewards import scorers
+    """Returns the `RewardModel` on the first device of this process."""
+    import jax
 
-    scorer, params = reward.open().load()
-    return scorers.on_host(scorer, params, reward.batch, reward.reduction)
+    from digen_jax.parallel.mesh import make_mesh
+    from digen_jax.parallel.placement import DeviceGroup
+    from digen_jax.parallel.reward_model import RewardModel
+
+    opened, group = reward.open(), DeviceGroup(make_mesh(jax.local_devices()[:1]))
+    settings = reward.batch, reward.reduction
+    return RewardModel(reward.name, opened.scorer, opened.read(None), group, *settings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipScore(Learned):
-    """CLIP score; see `scorers.open_clip_score` for the files."""
+    """CLIP score; see `scorers.open_clip_model` for the files."""
 
     name = "clip_score"
     folder: str
@@ -77,7 +83,7 @@ class ClipScore(Learned):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PickScore(Learned):
-    """PickScore; see `scorers.open_pickscore` for the files."""
+    """PickScore; see `scorers.open_clip_model` for the files."""
 
     name = "pickscore"
     folder: str

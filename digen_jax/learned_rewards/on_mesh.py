@@ -2,24 +2,17 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 
 from digen_jax.errors import prefix_errors
 from digen_jax.learned_rewards import Learned
-from digen_jax.learned_rewards.scorers import (
-    Aesthetic,
-    RewardFiles,
-    Similarity,
-    aesthetic_shapes,
-    in_dtype,
-)
+from digen_jax.learned_rewards.scorers import PREPARE, RewardFiles, aesthetic, similarity
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
-from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
+from digen_jax.models.vision.preprocess import Processor
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel, scorer_shapes
 from digen_jax.process.shutdown import during
@@ -44,30 +37,26 @@ def read(
         local = all(pathlib.Path(file).exists() for file in learned.files.values() if file)
         with prefix_errors(f"config.rewards[{number}]: reward {one.title!r}: "):
             opened = learned.open() if weights or local else published(learned)
-            scorer, params = opened.scorer, scorer_shapes(one.title, opened.shapes, group)
+            params = scorer_shapes(one.title, opened.shapes, group)
             if weights:
                 with during(f"loading the weights of reward {one.title!r}"):
-                    scorer, params = opened.load(jax.tree.map(lambda leaf: leaf.sharding, params))
-            args = scorer, params, group, learned.batch, learned.reduction
+                    params = opened.read(jax.tree.map(lambda leaf: leaf.sharding, params))
+            args = opened.scorer, params, group, learned.batch, learned.reduction
             found.append(RewardModel(one.title, *args))
     return tuple(found)
 
 
 def published(learned: Learned) -> RewardFiles:
     """Returns the published architecture of a reward without weights, for compilation only."""
-    dtype = jnp.dtype(learned.dtype)
-    config, prepare = PUBLISHED[learned.name]
-    prepare = functools.partial(prepare, processor=Processor())
 
-    def read(shardings: object = None) -> dict:
+    def read(shapes: Any, shardings: Any) -> dict:
         raise ValueError("its files are not on this machine")
 
+    config = PUBLISHED[learned.name]
+    prepare = functools.partial(PREPARE[learned.name], processor=Processor())
     if learned.name == "aesthetic":
-        vision = clip.CLIPVisionModelWithProjection(config.vision, dtype)
-        return RewardFiles(Aesthetic(vision, prepare), aesthetic_shapes(vision), read)
-    network = clip.CLIPModel(config, dtype)
-    scorer = Similarity(network, prepare, tokenizer=None)
-    return RewardFiles(scorer, in_dtype(clip.shapes(network), dtype), read)
+        return aesthetic(config.vision, learned.dtype, read, prepare)
+    return similarity(config, learned.dtype, read, prepare, tokenizer=None)
 
 
 def _learned(settings: RewardSettings) -> Learned:
@@ -91,9 +80,4 @@ HUGE = clip.CLIPConfig(
     _tower(CLIPTextConfig, 1024, 1024, 24, 16, **GELU),
     _tower(clip.CLIPVisionConfig, 1280, 1024, 32, 16, patch_size=14, **GELU),
 )
-PUBLISHED: dict[str, tuple[clip.CLIPConfig, Callable[..., Any]]] = {
-    "clip_score": (LARGE, functools.partial(tensor_crop, kind="bilinear")),
-    "pickscore": (HUGE, pil_crop),
-    "hpsv2": (HUGE, tensor_pad),
-    "aesthetic": (LARGE, pil_crop),
-}
+PUBLISHED = {"clip_score": LARGE, "pickscore": HUGE, "hpsv2": HUGE, "aesthetic": LARGE}

@@ -42,16 +42,25 @@ from digen_jax.models.linear import exact_products
 from digen_jax.models.text import tokenizers
 from digen_jax.models.text.tokenizers import padded
 from digen_jax.models.vision import clip, open_clip
-from digen_jax.models.vision.clip import CLIPConfig, CLIPModel, CLIPVisionModelWithProjection
+from digen_jax.models.vision.clip import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
-from digen_jax.parallel.mesh import make_mesh
-from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import MEAN, FrameReduction, RewardModel, Scorer
+from digen_jax.parallel.reward_model import Scorer
 
 Params = dict[str, Any]
 Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
 
-CLIP_DIVISOR, PICK_DIVISOR = 30.0, 26.0
+# Preprocessing of each reward: takes images and a `Processor`.
+PREPARE: dict[str, Callable[..., Any]] = {
+    "clip_score": functools.partial(tensor_crop, kind="bilinear"),
+    "pickscore": pil_crop,
+    "hpsv2": tensor_pad,
+    "aesthetic": pil_crop,
+}
 HPS_HEADS = 16  # attention heads of both towers of open_clip's ViT-H-14
 # Straightens curly quotes like open_clip (ftfy's `uncurl_quotes`).
 _SINGLE = dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'")
@@ -67,11 +76,12 @@ class RewardFiles(NamedTuple):
 
     scorer: Scorer
     shapes: Params  # of the parameters
-    read: Callable[[Any], Params]  # maps shardings (see `read_params`) to parameters
+    # maps shardings, or None (see `read_params`), to the parameters; raises ValueError, which names the invalid tensor
+    read: Callable[[Any], Params]
 
-    def load(self, shardings: Any = None) -> tuple[Any, Params]:
-        """Returns the scorer and its parameters. Raises ValueError, which names an invalid file or tensor."""
-        return self.scorer, self.read(shardings)
+
+# Reads parameters, given their shapes and shardings; see `RewardFiles.read`.
+Reader = Callable[[Params, Any], Params]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,19 +151,43 @@ class Aesthetic:
         return cast(Any, AestheticHead()).apply({"params": params["head"]}, clip.unit(embeddings))
 
 
-def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> RewardFiles:
-    """Opens CLIP score in the folder or Hub id of a CLIPModel with tokenizer and processor.
+def similarity(
+    config: CLIPConfig,
+    dtype: DTypeLike,
+    read: Reader,
+    prepare: Prepare,
+    tokenizer: Any,
+    **fields: Any,
+) -> RewardFiles:
+    """Returns a `Similarity` with further `fields`."""
+    network = CLIPModel(config, jnp.dtype(dtype))
+    shapes = _in_dtype(clip.shapes(network), dtype)
+    scorer = Similarity(network, prepare, tokenizer, **fields)
+    return RewardFiles(scorer, shapes, functools.partial(read, shapes))
 
-    Raises:
-      ValueError: Names the file that is missing or invalid.
-    """
-    folder = resolve_folder(folder)
-    prepare = functools.partial(tensor_crop, kind="bilinear")
-    return _open_clip(folder, folder, dtype, prepare, CLIP_DIVISOR)
+
+def aesthetic(
+    config: CLIPVisionConfig, dtype: DTypeLike, read: Reader, prepare: Prepare
+) -> RewardFiles:
+    """Returns an `Aesthetic`; the dtype is that of the CLIP."""
+    network, key = CLIPVisionModelWithProjection(config, jnp.dtype(dtype)), jax.random.key(0)
+    pixels = jnp.zeros((1, config.image_size, config.image_size, 3))
+    vision = jax.eval_shape(network.init, key, pixels)["params"]
+    embedding = jnp.zeros((1, config.projection_dim))
+    head = jax.eval_shape(AestheticHead().init, key, embedding)["params"]
+    shapes = {"clip": _in_dtype(vision, dtype), "head": head}
+    return RewardFiles(Aesthetic(network, prepare), shapes, functools.partial(read, shapes))
 
 
-def open_pickscore(folder: Folder, processor: Folder = "", dtype: Any = jnp.float32) -> RewardFiles:
-    """Opens PickScore in the folder or Hub id of a CLIPModel.
+def open_clip_model(
+    folder: Folder,
+    processor: Folder = "",
+    dtype: DTypeLike = jnp.float32,
+    *,
+    name: str,
+    divisor: float,
+) -> RewardFiles:
+    """Opens CLIP score or PickScore (`name`) in the folder or Hub id of a CLIPModel.
 
     `processor` is the folder or Hub id of tokenizer and processor, by default `folder`.
 
@@ -161,8 +195,16 @@ def open_pickscore(folder: Folder, processor: Folder = "", dtype: Any = jnp.floa
       ValueError: Names the file that is missing or invalid.
     """
     folder = resolve_folder(folder)
-    processor = resolve_folder(processor) if processor else folder
-    return _open_clip(folder, processor, dtype, pil_crop, PICK_DIVISOR)
+    parts = resolve_folder(processor) if processor else folder
+    config = _read_config(folder)
+    found = _read_processor(parts, config.vision.image_size)
+
+    def read(shapes: Params, shardings: Any) -> Params:
+        return read_params(folder, shapes, clip.LISTS, shardings, ignore=clip.IGNORED)
+
+    prepare = functools.partial(PREPARE[name], processor=found)
+    tokenizer = tokenizers.read_clip(parts, config.text)
+    return similarity(config, dtype, read, prepare, tokenizer, divisor=divisor)
 
 
 def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) -> RewardFiles:
@@ -178,14 +220,15 @@ def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) 
         config = open_clip.config_of(arrays, HPS_HEADS)
     except ValueError as error:
         raise ValueError(f"{file} has no CLIP of open_clip: {error}") from error
-    network = CLIPModel(config, jnp.dtype(dtype))
-    template = in_dtype(clip.shapes(network), dtype)
-    stored = as_stored(pathlib.Path(file), open_clip.renamed(arrays))
-    read = functools.partial(read_tree, stored, template, clip.LISTS, ignore=open_clip.IGNORED)
+    stored = as_stored(file, open_clip.renamed(arrays))
+
+    def read(shapes: Params, shardings: Any) -> Params:
+        return read_tree(stored, shapes, clip.LISTS, shardings, ignore=open_clip.IGNORED)
+
     size = config.vision.image_size
-    prepare = functools.partial(tensor_pad, processor=Processor(edge=size, size=size))
-    words = tokenizers.read_clip(pathlib.Path(resolve_folder(tokenizer)), config.text)
-    return RewardFiles(Similarity(network, prepare, words, clean=clean_prompt), template, read)
+    prepare = functools.partial(PREPARE["hpsv2"], processor=Processor(edge=size, size=size))
+    words = tokenizers.read_clip(resolve_folder(tokenizer), config.text)
+    return similarity(config, dtype, read, prepare, words, clean=clean_prompt)
 
 
 def clean_prompt(prompt: str) -> str:
@@ -203,75 +246,35 @@ def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32)
     """
     folder = resolve_folder(folder)
     config = _read_config(folder).vision
-    network = CLIPVisionModelWithProjection(config, jnp.dtype(dtype))
     processor = _read_processor(folder, config.image_size)
-    template = aesthetic_shapes(network)
-    stored = as_stored(pathlib.Path(head), open_arrays(head))
+    stored = as_stored(head, open_arrays(head))
 
-    def read(shardings: object = None) -> Params:
-        each: Any = dict.fromkeys(template)
+    def read(shapes: Params, shardings: Any) -> Params:
+        each: Any = dict.fromkeys(shapes)
         if shardings is not None:
-            each = jax.tree.broadcast(shardings, template)
-        given = template["clip"], clip.LISTS, each["clip"]
+            each = jax.tree.broadcast(shardings, shapes)
+        given = shapes["clip"], clip.LISTS, each["clip"]
         vision = read_params(folder, *given, ignore=TEXT_TENSORS)
-        layers = read_tree(stored, template["head"], ("layers",), each["head"])
+        layers = read_tree(stored, shapes["head"], ("layers",), each["head"])
         return {"clip": vision, "head": layers}
 
-    prepare = functools.partial(pil_crop, processor=processor)
-    return RewardFiles(Aesthetic(network, prepare), template, read)
-
-
-def aesthetic_shapes(network: CLIPVisionModelWithProjection) -> Params:
-    """Returns the shapes of all parameters; the CLIP's are in its compute dtype."""
-    config, key = network.config, jax.random.key(0)
-    pixels = jnp.zeros((1, config.image_size, config.image_size, 3))
-    vision = jax.eval_shape(network.init, key, pixels)["params"]
-    embedding = jnp.zeros((1, config.projection_dim))
-    head = jax.eval_shape(AestheticHead().init, key, embedding)["params"]
-    return {"clip": in_dtype(vision, network.dtype), "head": head}
+    prepare = functools.partial(PREPARE["aesthetic"], processor=processor)
+    return aesthetic(config, dtype, read, prepare)
 
 
 # The argument `dtype` of each is that of parameters and computation.
 OPEN = {
-    "clip_score": open_clip_score,
-    "pickscore": open_pickscore,
+    "clip_score": functools.partial(open_clip_model, name="clip_score", divisor=30.0),
+    "pickscore": functools.partial(open_clip_model, name="pickscore", divisor=26.0),
     "hpsv2": open_hpsv2,
     "aesthetic": open_aesthetic,
 }
 
 
-def on_host(
-    scorer: Scorer,
-    params: Params,
-    batch: int = 16,
-    reduction: FrameReduction = MEAN,
-) -> RewardModel:
-    """Returns a reward for numpy arrays on the first device of this process.
-
-    Raises:
-      ValueError: `batch`, the maximum batch size, is not a positive integer.
-    """
-    device = DeviceGroup(make_mesh(jax.local_devices()[:1]))
-    return RewardModel("reward", scorer, params, device, batch, reduction)
-
-
-def in_dtype(template: Params, dtype: DTypeLike) -> Params:
+def _in_dtype(template: Params, dtype: DTypeLike) -> Params:
     """Casts a template to a dtype, except for the logit scale, which would be off by 1% in bfloat16."""
     leaves = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), template)
     return leaves | {name: template[name] for name in ("logit_scale",) if name in template}
-
-
-def _open_clip(
-    folder: Folder, processor: Folder, dtype: DTypeLike, prepare: Callable[..., Any], divisor: float
-) -> RewardFiles:
-    """Opens a CLIPModel; `prepare` takes images and the processor from the folder `processor`."""
-    network = CLIPModel(_read_config(folder), jnp.dtype(dtype))
-    template = in_dtype(clip.shapes(network), dtype)
-    read = functools.partial(read_params, folder, template, clip.LISTS, ignore=clip.IGNORED)
-    found = _read_processor(processor, network.config.vision.image_size)
-    tokenizer = tokenizers.read_clip(pathlib.Path(processor), network.config.text)
-    prepare = functools.partial(prepare, processor=found)
-    return RewardFiles(Similarity(network, prepare, tokenizer, divisor), template, read)
 
 
 def _read_config(folder: Folder) -> CLIPConfig:

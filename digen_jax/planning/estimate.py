@@ -282,7 +282,7 @@ def measured_costs(
       serial: See `on_one_device`.
 
     Raises:
-      ConfigError: See `estimate`, and `rewards.call_reward`.
+      ConfigError: See `estimate`, and `rewards.NamedReward.answer`.
     """
     devices = jax.devices()
     found = measure(config, devices, note, evaluation=False)

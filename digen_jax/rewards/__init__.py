@@ -24,7 +24,7 @@ from jaxtyping import Float, Float32, Int, UInt8
 from digen_jax.errors import NonNegativeFloat
 from digen_jax.images import writable_copy
 from digen_jax.process.shutdown import exits_raise
-from digen_jax.rewards.dry_run import Watched, call_watched
+from digen_jax.rewards.dry_run import call_watched
 from digen_jax.rewards.errors import DELIBERATE, RewardError, user_code
 
 
@@ -97,17 +97,17 @@ class Exchange(NamedTuple):
 _recorded: collections.deque[Exchange] = collections.deque(maxlen=KEPT)
 
 
-def recorder(kind: str) -> Callable[[Exchange], None]:
-    """Returns a thread-safe listener for a `FailoverClient` with servers of a kind, such as "judge"."""
-    return lambda exchange: _recorded.append(exchange._replace(server=row(kind, exchange.server)))
+def record_exchange(
+    kind: str, address: str, begin: float, images: int, failure: str | None
+) -> None:
+    """Records a request that ends now, to a server of a kind such as "judge". Thread-safe.
 
-
-def row(kind: str, address: str) -> str:
-    """Returns a server's row name, such as "judge 127.0.0.1:8000"; long addresses are shortened."""
+    The row of a server is its kind and address, such as "judge 127.0.0.1:8000"; long addresses are shortened.
+    """
     short = address.partition("://")[2]
     if len(short) > ADDRESS:
         short = f"{short[: ADDRESS // 2]}…{short[-ADDRESS // 2 + 1 :]}"
-    return f"{kind} {short}"
+    _recorded.append(Exchange(f"{kind} {short}", begin, time.perf_counter(), images, failure))
 
 
 def take_exchanges() -> tuple[Exchange, ...]:
@@ -133,50 +133,7 @@ class Answer(NamedTuple):
     columns: Float32[np.ndarray, "b c"]  # one per entry of `RewardSettings.entries`
     shown: Mapping[str, Float32[np.ndarray, "b"]]  # other scores, by "reward/score"
     seconds: float  # duration of the call
-    exchanges: tuple[Exchange, ...] = ()  # server requests: see `take_exchanges`
-
-
-def call_reward(
-    reward: Reward,
-    settings: RewardSettings,
-    images: UInt8[np.ndarray, "b ..."],
-    prompts: list[str],
-    metadata: list[dict],
-) -> Answer:
-    """Returns the reward's scores as validated float32 values.
-
-    The reward gets copies of its arguments, because it may modify them.
-
-    Raises:
-      RewardFailed: The reward raises an exception.
-      RewardError: There is not one finite score per image, or a score with a weight is missing.
-    """
-
-    def score(images: np.ndarray) -> Any:
-        return reward(writable_copy(images), [*prompts], copy.deepcopy(metadata))
-
-    start, name = time.perf_counter(), settings.title
-    with user_code(name, "raised", DELIBERATE), exits_raise():
-        watched = images if isinstance(images, Watched) else None
-        returned = score(images) if watched is None else call_watched(name, score, watched)
-    seconds = time.perf_counter() - start
-    if not isinstance(returned, Mapping):
-        if isinstance(settings.weight, Mapping):
-            raise RewardError(
-                f"reward {name!r} returned no dict, but its weight names the scores "
-                f"{_list(settings.weight)}: return {{name: scores}}, or give it a number as weight"
-            )
-        return Answer(_check(returned, name, prompts)[:, None], {}, seconds)
-    entries = settings.entries
-    if missing := [entry for entry in entries if entry not in returned]:
-        raise RewardError(
-            f"reward {name!r} returned the scores {_list(returned)}, but {missing[0]!r} is to be "
-            "trained: return that too, or give the reward a weight of the form {name: factor}"
-        )
-    found = {entry: _check(one, f"{name}/{entry}", prompts) for entry, one in returned.items()}
-    columns = np.stack([found[entry] for entry in entries], axis=1)
-    shown = {f"{name}/{entry}": scores for entry, scores in found.items() if entry not in entries}
-    return Answer(columns, shown, seconds)
+    exchanges: tuple[Exchange, ...]  # server requests: see `take_exchanges`
 
 
 def _list(names: Mapping[Any, Any]) -> str:
@@ -249,9 +206,40 @@ class NamedReward:
         return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
     def answer(self, batch: Batch) -> Answer:
-        """Returns validated scores of images to which the reward applies. Raises like `call_reward`."""
-        answer = call_reward(self.function, self.settings, *batch)
-        return answer._replace(exchanges=take_exchanges())
+        """Returns the reward's scores of images to which it applies, as validated float32 values.
+
+        The reward gets copies of its arguments, because it may modify them.
+
+        Raises:
+          RewardFailed: The reward raises an exception.
+          RewardError: There is not one finite score per image, or a score with a weight is missing.
+        """
+        name, weight, entries = self.settings.title, self.settings.weight, self.settings.entries
+        images, prompts, metadata = batch
+
+        def score(images: np.ndarray) -> Any:
+            return self.function(writable_copy(images), [*prompts], copy.deepcopy(metadata))
+
+        start = time.perf_counter()
+        with user_code(name, "raised", DELIBERATE), exits_raise():
+            returned = call_watched(name, score, images)
+        seconds, exchanges = time.perf_counter() - start, take_exchanges()
+        if not isinstance(returned, Mapping):
+            if isinstance(weight, Mapping):
+                raise RewardError(
+                    f"reward {name!r} returned no dict, but its weight names the scores "
+                    f"{_list(weight)}: return {{name: scores}}, or give it a number as weight"
+                )
+            return Answer(_check(returned, name, prompts)[:, None], {}, seconds, exchanges)
+        if missing := [entry for entry in entries if entry not in returned]:
+            raise RewardError(
+                f"reward {name!r} returned the scores {_list(returned)}, but {missing[0]!r} is to be "
+                "trained: return that too, or give the reward a weight of the form {name: factor}"
+            )
+        found = {entry: _check(one, f"{name}/{entry}", prompts) for entry, one in returned.items()}
+        columns = np.stack([found[entry] for entry in entries], axis=1)
+        shown = {f"{name}/{one}": scores for one, scores in found.items() if one not in entries}
+        return Answer(columns, shown, seconds, exchanges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +276,7 @@ class Rewards:
         return Scores(columns, shown)
 
     def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Scores:
-        """Scores a batch in this thread. Raises like `call_reward`."""
+        """Scores a batch in this thread. Raises like `NamedReward.answer`."""
         found = answers(dict(enumerate(self.members)), (images, prompts, metadata))
         return self.merged(len(images), found)
 
@@ -296,7 +284,7 @@ class Rewards:
 def answers(members: Mapping[int, NamedReward], batch: Batch) -> Answers:
     """Returns the answers of `members` (by index) for the images to which they apply.
 
-    Raises like `call_reward`.
+    Raises like `NamedReward.answer`.
     """
     found = []
     for number, one in members.items():

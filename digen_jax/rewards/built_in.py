@@ -106,10 +106,10 @@ def on_mesh(sections: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
 
 
 def mesh_rewards(
-    sections: Mapping[int, RewardSettings], scorers: Sequence[Reward]
+    sections: Sequence[RewardSettings], scorers: Sequence[Reward]
 ) -> dict[int, NamedReward]:
     """Returns the rewards `on_mesh` with their scorers as functions, by index in the config's list."""
-    pairs = zip(sections.items(), scorers, strict=True)
+    pairs = zip(on_mesh(sections).items(), scorers, strict=True)
     return {number: NamedReward(settings, scorer) for (number, settings), scorer in pairs}
 
 

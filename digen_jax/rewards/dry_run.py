@@ -94,10 +94,10 @@ class Watched(np.ndarray):
         return found.view(Watched) if type(found) is np.ndarray else found
 
 
-def call_watched(name: str, score: Callable[[np.ndarray], Any], images: Watched) -> Any:
-    """Calls a reward with watched images, by `score`, which copies them.
+def call_watched(name: str, score: Callable[[np.ndarray], Any], images: np.ndarray) -> Any:
+    """Calls a reward by `score`, which copies its images.
 
-    After an error, it is called again with plain images, because watching may cause errors.
+    After an error with watched images, it is called again with plain ones, because watching may cause errors.
 
     Raises:
       RewardError: The reward misinterprets the images; shows the lines of the user's code.
@@ -111,7 +111,9 @@ def call_watched(name: str, score: Callable[[np.ndarray], Any], images: Watched)
     except DELIBERATE:
         raise
     except Exception:
-        return score(_plain(images))
+        if not isinstance(images, Watched):
+            raise
+    return score(_plain(images))
 
 
 def _plain(one: Any) -> Any:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,7 +27,7 @@ COLORS = "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", 
 Colored = Mapping[str, int]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Detection:
     """An object in an image."""
 
@@ -171,7 +170,7 @@ def _check_record(record: Mapping[str, Any], labels: frozenset[str]) -> None:
             raise ConfigError(f"{prompt} names the color {color!r}: use one of {', '.join(COLORS)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenEval:
     """GenEval score with Mask2Former and CLIP in torch, loaded at the first call in a process of a reward server."""
 

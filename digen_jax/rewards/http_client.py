@@ -1,5 +1,6 @@
 """HTTP client with retries and failover across servers, for reward servers and judges."""
 
+import contextlib
 import dataclasses
 import email.utils
 import io
@@ -18,7 +19,7 @@ import stamina
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards import Exchange
+from digen_jax.rewards import record_exchange
 from digen_jax.rewards.errors import RewardError
 
 T = TypeVar("T")
@@ -97,10 +98,6 @@ class Servers:
     def __iter__(self) -> Iterator[ServerState]:
         return iter(self._servers)
 
-    def all_failed(self, times: int) -> bool:
-        """Returns whether every server has at least `times` consecutive failures, over all requests."""
-        return all(server.failures >= times for server in self._servers)
-
     def take(self, until: float) -> ServerState | None:
         """Returns the server to use. Waits while all are blocked; returns None at the time `until`.
 
@@ -150,7 +147,7 @@ class Servers:
 
 
 class FailoverClient:
-    """Sends requests to servers. Thread-safe.
+    """Sends requests to servers, and records those with a body (`rewards.take_exchanges`). Thread-safe.
 
     Args:
       servers: Addresses, such as "http://127.0.0.1:8100".
@@ -162,7 +159,6 @@ class FailoverClient:
       connections: Maximum connections to all servers.
       blocked: See `Servers`.
       pauses: First and maximum pause between two attempts, in seconds.
-      listener: Receives each `Exchange`, in the sending thread.
       transport: Replaces the network, for tests.
 
     Raises:
@@ -180,7 +176,6 @@ class FailoverClient:
         connections: int = 64,
         blocked: tuple[float, float] = BLOCKED,
         pauses: tuple[float, float] = PAUSES,
-        listener: Callable[[Exchange], None] | None = None,
         transport: httpx.BaseTransport | None = None,
     ):
         check_range("attempt", attempt, 1e-3)
@@ -191,7 +186,7 @@ class FailoverClient:
         if not servers or len(set(servers)) < len(servers):
             raise ConfigError("servers must be one or more different addresses")
         self._kind, self._attempt, self._deadline = kind, attempt, deadline
-        self._retries, self._pauses, self._listener = retries, pauses, listener
+        self._retries, self._pauses = retries, pauses
         self._logged: dict[str, float] = {}  # last log time by server
         self._lock = threading.Lock()
         self._http = httpx.Client(
@@ -243,23 +238,27 @@ class FailoverClient:
 
     def _retry(self, request: Request, read: Callable[[bytes], T]) -> tuple[str, T]:
         """Returns (address of the server that answered, `read(content)`). Raises like `post`."""
-        start = time.monotonic()
-        until = start + self._deadline
-        attempts, unusable, last = 0, 0, None
+        start, attempts = time.monotonic(), 0
+        until, failures = start + self._deadline, list[RetryableError]()
+
+        def unusable() -> int:
+            return sum(isinstance(one, UnusableAnswer) for one in failures)
 
         def pause(error: Exception) -> bool | float:
             """Returns whether stamina retries: True means after its own backoff, a number after these seconds."""
-            left = until - time.monotonic()
-            if not isinstance(error, RetryableError) or left <= 0:
+            if not isinstance(error, RetryableError):
                 return False
-            if isinstance(error, UnusableAnswer) and unusable > error.max_retries:
+            left = until - time.monotonic()
+            if left > 0 or not failures:  # the end of the deadline says nothing about the server
+                failures.append(error)
+            if left <= 0 or (isinstance(error, UnusableAnswer) and unusable() > error.max_retries):
                 return False
             # While all servers are down, one request at a time is tried on behalf of all threads.
-            if self.servers.all_failed(self._retries + 1):
+            if all(server.failures > self._retries for server in self.servers):
                 return False
             return True if left > self._pauses[1] else random.uniform(0, left)
 
-        try:
+        with contextlib.suppress(RetryableError):
             for attempt in stamina.retry_context(
                 on=pause,
                 attempts=self._retries + 1,
@@ -270,21 +269,12 @@ class FailoverClient:
             ):
                 with attempt:
                     attempts += 1
-                    try:
-                        return self._try_once(request, unusable, read, until)
-                    except RetryableError as error:
-                        unusable += isinstance(error, UnusableAnswer)
-                        if last is not None and time.monotonic() >= until:
-                            raise last from error  # the last attempt was too short to be informative
-                        last = error
-                        raise
-        except RetryableError as error:
-            prompt, seconds = request.prompts[error.image], time.monotonic() - start
-            raise Stopped(
-                f"{self._kind} {error.server or 'of any address'} {error} (prompt {prompt!r}), "
-                f"after {attempts} attempt{'s' * (attempts > 1)} in {seconds:.1f} s: {error.advice}"
-            ) from error
-        raise AssertionError("an attempt returns or raises")
+                    return self._try_once(request, unusable(), read, until)
+        error, seconds = failures[-1], time.monotonic() - start
+        raise Stopped(
+            f"{self._kind} {error.server or 'of any address'} {error} (prompt {request.prompts[error.image]!r}), "
+            f"after {attempts} attempt{'s' * (attempts > 1)} in {seconds:.1f} s: {error.advice}"
+        ) from error
 
     def _try_once(self, request: Request, unusable: int, read: Any, until: float) -> tuple:
         """Returns like `_retry` after one attempt."""
@@ -309,9 +299,9 @@ class FailoverClient:
         else:
             self.servers.release(server, succeeded=True)
         finally:
-            if self._listener is not None and request.body is not None:
-                end = time.perf_counter()
-                self._listener(Exchange(server.url, start, end, len(request.prompts), failure))
+            if request.body is not None:
+                count = len(request.prompts)
+                record_exchange(self._kind, server.url, start, count, failure)
         return server.url, found
 
     def _log(self, text: str, url: str, blocked: float) -> None:

@@ -24,7 +24,7 @@ from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from digen_jax.errors import ConfigError, check_choice, check_range
-from digen_jax.rewards import ocr, recorder
+from digen_jax.rewards import ocr
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import (
     FailoverClient,
@@ -169,8 +169,7 @@ class Client:
     def __init__(self, judge: Judge, **options: Any):
         self._judge, self._model = judge, ""
         token = os.environ.get(TOKEN) or None
-        limits = judge.attempt, judge.deadline, judge.retries
-        options |= dict(connections=judge.connections, listener=recorder("judge"))
+        limits = judge.attempt, judge.deadline, judge.retries, judge.connections
         self._client = FailoverClient(judge.servers, "judge", token, *limits, **options)
 
     def score(
@@ -192,10 +191,6 @@ class Client:
         finally:  # after an error, pending requests are canceled and those in flight are abandoned
             threads.shutdown(wait=False, cancel_futures=True)
         return np.array(scores, np.float32)
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._client.close()
 
     def _score(self, image: np.ndarray, prompt: str, record: dict) -> float:
         """Returns the score of one image."""
@@ -265,7 +260,7 @@ def choose_model(found: Mapping[str, Sequence[str]], model: str) -> str:
 def needs(record: dict, settings: Mapping[str, Any]) -> str | None:
     """Describes the missing input of a record, such as "has no field ...", or returns None."""
     template = find_template(settings.get("template", "alignment"))
-    score = template.score or settings.get("score", "")
+    score = settings.get("score") or template.score
     return dataclasses.replace(template, score=score).lacking(record)
 
 

@@ -44,22 +44,8 @@ START = (
 )
 
 
-class Limit(NamedTuple):
-    """Time limit of a reward, and the config field that sets it."""
-
-    seconds: float = math.inf
-    field: str = "config.runtime.deadline"
-
-
 class RewardProcessDied(RuntimeError):
-    """Raised if a process died while scoring, or was killed at its limit; `advice` is the fix."""
-
-    def __init__(self, text: str, advice: str = "call it by itself, in a Python shell, to see why"):
-        super().__init__(text)
-        self.advice = advice
-
-    def __reduce__(self) -> Any:
-        return type(self), (str(self), self.advice)  # pickle would drop the advice
+    """Raised if a process died while scoring, or was killed at its limit."""
 
 
 class RewardTimeout(RewardProcessDied):
@@ -91,19 +77,21 @@ class RewardProcess:
         self._closed = False
         self._start()
 
-    def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+    def call(self, number: int, batch: rewards.Batch, limit: float, field: str) -> rewards.Answer:
         """Returns the answer of one reward for images to which it applies.
+
+        `limit` is the time limit in seconds, and `field` the config field that sets it.
 
         Raises:
           RewardProcessDied: The process died, or was killed at the limit (RewardTimeout).
-          ConfigError: See `rewards.call_reward`.
+          ConfigError: See `rewards.NamedReward.answer`.
         """
         if self._link.closed or self._process.poll() is not None:
             self._start()
         late = threading.Event()
-        timer = threading.Timer(limit.seconds, self._kill, [late])
+        timer = threading.Timer(limit, self._kill, [late])
         timer.daemon = True
-        if limit.seconds < math.inf:
+        if limit < math.inf:
             timer.start()
         try:
             images, prompts, metadata = batch
@@ -118,8 +106,8 @@ class RewardProcess:
             self._link.close()
             reward = f"reward {self._names[number]!r}"
             if late.is_set():
-                text = f"{reward} took more than {limit.seconds:g} seconds and was killed"
-                raise RewardTimeout(text, f"fix it, or raise {limit.field}") from None
+                text = f"{reward} took more than {limit:g} seconds ({field}) and was killed"
+                raise RewardTimeout(text) from None
             text = f"{reward} died in its process ({self._exit_code()})"
             raise RewardProcessDied(f"{text}, perhaps because memory ran out") from None
         finally:
@@ -253,22 +241,22 @@ class RewardThread:
         guard_exit()
         self._thread = ThreadPoolExecutor(1, "reward")
 
-    def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+    def call(self, number: int, batch: rewards.Batch, limit: float, field: str) -> rewards.Answer:
         """Like `RewardProcess.call`, but raises RewardHung past the limit and in every later call."""
         reward = self._rewards.members[number]
         if not self._hangs:
             future = self._thread.submit(reward.answer, batch)
             try:
-                return future.result(min(limit.seconds, threading.TIMEOUT_MAX))
+                return future.result(min(limit, threading.TIMEOUT_MAX))
             except TimeoutError:
                 if future.done():
                     raise  # the reward raised it
         self._hangs = True
         mark_hung("reward")
         raise RewardHung(
-            f"reward {reward.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this "
+            f"reward {reward.settings.title!r} took more than {limit:g} seconds in a thread of this "
             "process, where it cannot be killed and retried: fix it, set config.reward_pool.processes to 1 "
-            f"or more, or raise {limit.field}; then the same command continues"
+            f"or more, or raise {field}; then the same command continues"
         )
 
     def close(self) -> None:
@@ -334,8 +322,8 @@ class RewardPool:
         """Returns a future `Scored` of images or clips, and of a prompt and a record for each.
 
         The rewards that apply to the prompts are called once. `known` are answers of rewards on a mesh, which are
-        merged into the scores. The future raises errors of `rewards.call_reward`; RewardProcessDied if a process died
-        or was killed at its limit; Stopped if a thread hangs.
+        merged into the scores. The future raises errors of `rewards.NamedReward.answer`; RewardProcessDied if a
+        process died or was killed at its limit; Stopped if a thread hangs.
         """
         if not self._closed:
             return self._threads.submit(self._work, (images, prompts, metadata), known)
@@ -374,8 +362,11 @@ class RewardPool:
         often = f"{self._retries + 1} times" if self._retries else "once"
         if not isinstance(error, RewardProcessDied):
             return RewardFailed(f"{error}\n  it has failed {often} on the same images")
-        often = f"having failed {often} on the same images"
-        return Stopped(f"{error}, {often}: {error.advice}; the same command continues")
+        advice = "call it by itself, in a Python shell, to see why"
+        if isinstance(error, RewardTimeout):
+            advice = "fix it, or raise that limit"
+        failed = f"{error}, having failed {often} on the same images"
+        return Stopped(f"{failed}: {advice}; the same command continues")
 
     def close(self) -> None:
         """Drops queued batches and kills the processes. A thread ends after its current reward."""
@@ -407,11 +398,11 @@ class RewardPool:
             if reward.on_mesh or not len(places):
                 continue
             scored, seconds = self._images[number], self._seconds[number]
-            if reward.settings.limit:
-                limit = Limit(reward.settings.limit, f"config.rewards[{number}].limit")
-            else:
-                limit = Limit(self._limit(seconds / scored * len(places) if scored else None))
-            answer = scorer.call(number, rewards.subset(batch, places), limit)
+            limit, field = reward.settings.limit, f"config.rewards[{number}].limit"
+            if not limit:
+                limit = self._limit(seconds / scored * len(places) if scored else None)
+                field = "config.runtime.deadline"
+            answer = scorer.call(number, rewards.subset(batch, places), limit, field)
             exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
             self._images[number] += len(places)

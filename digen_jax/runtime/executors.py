@@ -17,7 +17,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.logging.evaluation import Evaluation, Extremes, ImageStats
 from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.rewards.built_in import mesh_rewards, on_mesh
+from digen_jax.rewards.built_in import mesh_rewards
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, SyncedWeights
 from digen_jax.runtime.checkpointing import TrainCheckpoint
@@ -131,7 +131,7 @@ class Executors:
             self.others[worker.name] = worker
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
-        scorers = mesh_rewards(on_mesh(self._config.rewards), rollout.scorers)
+        scorers = mesh_rewards(self._config.rewards, rollout.scorers)
         data = self.steps, self._held_out, self._transfer, scorers, self._weights
         return SamplingExecutor(name, rollout, *data)
 

@@ -25,7 +25,7 @@ from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import put
 from digen_jax.parallel.sampler import EncodedPrompts, Weights, fetch_clips, sample_fixed
 from digen_jax.parallel.system import Rollout
-from digen_jax.rewards.built_in import mesh_rewards, on_mesh, resolve
+from digen_jax.rewards.built_in import mesh_rewards, resolve
 from digen_jax.rewards.dry_run import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
@@ -274,6 +274,6 @@ def try_scorers(config: TrainConfig, scorers: "tuple[RewardModel, ...]") -> None
     """
     if not scorers:
         return
-    found = rewards.Rewards(tuple(mesh_rewards(on_mesh(config.rewards), scorers).values()))
+    found = rewards.Rewards(tuple(mesh_rewards(config.rewards, scorers).values()))
     run_sanity_checks(found, found.score)
     try_files(config, found.score)

@@ -36,7 +36,7 @@ VERSION = WeightsVersion(3)
 
 ERRORS = {
     "reward": RewardFailed("reward 'x' raised KeyError"),
-    "late": RewardTimeout("reward 'x' took too long", "raise the limit"),
+    "late": RewardTimeout("reward 'x' took too long"),
     "config": ConfigError("config.steps must be positive"),
     "diverged": DivergedError("NaN"),
     "other": CallFailed("rollout 0: out of memory"),
@@ -130,7 +130,6 @@ def test_an_error_keeps_its_type_and_text(engine, actor, kind):
     with pytest.raises(type(ERRORS[kind])) as caught:
         done(engine.call(actor, "fail", kind, group="work"))
     assert type(caught.value) is type(ERRORS[kind]) and str(caught.value) == str(ERRORS[kind])
-    assert getattr(caught.value, "advice", None) == getattr(ERRORS[kind], "advice", None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -30,7 +30,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.scheduling import layouts
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
-from tests.learned_rewards.folders import PROMPTS, Files, pictures, write
+from tests.learned_rewards.folders import PROMPTS, Files, pictures
 from tests.learned_rewards.test_scores import by_pickscore
 from tests.parallel import toy
 from tests.tiny_runs import tiny_config
@@ -39,11 +39,6 @@ STEPS = 2
 JPEG = dict(name="jpeg_compressibility", weight=0.5)
 # Of the prompts in turn: both rewards, one of them, the other.
 NAMED = (None, ["pickscore"], ["jpeg_compressibility"])
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Files:
-    return write(tmp_path_factory.mktemp("on_mesh"))
 
 
 @pytest.fixture(autouse=True)

@@ -18,23 +18,18 @@ from digen_jax.learned_rewards.sanity_checks import image_pairs, prompt_pairs
 from digen_jax.learned_rewards.scorers import (
     OPEN,
     clean_prompt,
-    on_host,
     open_aesthetic,
     open_hpsv2,
-    open_pickscore,
 )
-from digen_jax.parallel.reward_model import FrameReduction
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.reward_model import FrameReduction, RewardModel
 from digen_jax.rewards import Rewards, RewardSettings
 from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.sanity_check import run_sanity_checks
-from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
+from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
-
-@pytest.fixture(scope="session")
-def files(base, tmp_path_factory) -> Files:
-    return write(tmp_path_factory.mktemp("learned"))
 
 
 @pytest.fixture(autouse=True)
@@ -132,15 +127,15 @@ def test_the_reward_on_the_host_equals_its_source(name, files):
 def test_bfloat16_stays_close_and_keeps_the_logits_scale(files):
     images = pictures()
     for name in ("pickscore", "aesthetic"):
-        scorer, params = OPEN[name](**settings(files, name), dtype=jnp.bfloat16).load()
+        opened = OPEN[name](**settings(files, name), dtype=jnp.bfloat16)
+        scorer, params = opened.scorer, opened.read(None)
         scores = jax.jit(scorer.score)(params, images, scorer.tokenize(PROMPTS))
         with torch.no_grad():
             expected = REWARDS[name](files, images).numpy()
         assert scores.dtype == jnp.float32
         assert 1e-5 < np.abs(scores - expected).max() < 0.05
-    assert (
-        open_pickscore(files.clip, dtype=jnp.bfloat16).load()[1]["logit_scale"].dtype == jnp.float32
-    )
+        if name == "pickscore":
+            assert params["logit_scale"].dtype == jnp.float32
 
 
 @pytest.mark.slow
@@ -157,10 +152,16 @@ def test_no_torch_is_imported(files):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def on_host(scorer, params, batch: int) -> RewardModel:
+    group = DeviceGroup(make_mesh(jax.local_devices()[:1]))
+    return RewardModel("reward", scorer, params, group, batch)
+
+
 def test_batches_of_any_number_are_cut_and_padded(files):
-    scorer, params = open_aesthetic(files.clip, files.head).load()
-    images = pictures(24, 24, count=7)
-    whole = on_host(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
+    opened = open_aesthetic(files.clip, files.head)
+    scorer, images = opened.scorer, pictures(24, 24, count=7)
+    with torch.no_grad():
+        expected = by_aesthetic(files, images).numpy()
     calls = set()
 
     class Noted:
@@ -170,12 +171,14 @@ def test_batches_of_any_number_are_cut_and_padded(files):
             calls.add(len(images))
             return scorer.score(params, images, ids)
 
-    reward = on_host(Noted(), params, batch=4)
+    reward = on_host(Noted(), opened.read(None), batch=4)
     assert [reward.rows(count) for count in (1, 2, 3, 4, 5, 7, 9)] == [1, 2, 4, 4, 8, 8, 12]
-    np.testing.assert_allclose(reward(images, [""] * 7, [{}] * 7), whole, atol=1e-6)
-    np.testing.assert_allclose(reward(images[:1], [""], [{}]), whole[:1], atol=1e-6)
+    np.testing.assert_allclose(reward(images, [""] * 7, [{}] * 7), expected, atol=1e-5)
+    np.testing.assert_allclose(reward(images[:1], [""], [{}]), expected[:1], atol=1e-5)
     assert calls == {4, 1}  # traced sizes: the last three are padded to four
     assert reward(images[:0], [], []).shape == (0,)
+    with pytest.raises(ValueError, match="batch"):
+        on_host(scorer, {}, batch=0)
 
 
 def test_hpsv2_cleans_prompts_as_open_clip():
@@ -186,23 +189,23 @@ def test_hpsv2_cleans_prompts_as_open_clip():
 CLIPS = np.stack([pictures(seed=one) for one in range(5)], axis=1)  # of 5 frames
 
 
-@pytest.mark.parametrize(
-    ("settings", "of_frames"),
-    [
-        ({}, lambda s: s.mean(1)),
-        ({"every": 2}, lambda s: s[:, ::2].mean(1)),
-        ({"reduce": "first"}, lambda s: s[:, 0]),
-        ({"reduce": "middle"}, lambda s: s[:, 2]),
-        ({"reduce": "top", "top_share": 0.3}, lambda s: np.sort(s)[:, -2:].mean(1)),
-        ({"reduce": "top", "every": 4, "top_share": 0.5}, lambda s: s[:, ::4].max(1)),
-    ],
-)
-def test_a_clip_is_scored_by_its_frames(files, settings, of_frames):
-    folder = str(files.clip)
-    reward = learned_rewards.ClipScore(folder=folder)
-    frames = [reward(one, PROMPTS, []) for one in CLIPS.swapaxes(0, 1)]
-    found = learned_rewards.ClipScore(folder=folder, batch=2, **settings)(CLIPS, PROMPTS, [])
-    np.testing.assert_allclose(found, of_frames(np.stack(frames, 1)), rtol=1e-5)
+REDUCTIONS = [
+    ({}, lambda s: s.mean(1)),
+    ({"every": 2}, lambda s: s[:, ::2].mean(1)),
+    ({"reduce": "first"}, lambda s: s[:, 0]),
+    ({"reduce": "middle"}, lambda s: s[:, 2]),
+    ({"reduce": "top", "top_share": 0.3}, lambda s: np.sort(s)[:, -2:].mean(1)),
+    ({"reduce": "top", "every": 4, "top_share": 0.5}, lambda s: s[:, ::4].max(1)),
+]
+
+
+def test_a_clip_is_scored_by_its_frames(files):
+    opened = OPEN["clip_score"](files.clip)
+    reward = on_host(opened.scorer, opened.read(None), batch=2)
+    frames = np.stack([reward(one, PROMPTS) for one in CLIPS.swapaxes(0, 1)], 1)
+    for settings, of_frames in REDUCTIONS:
+        reward.reduction = learned_rewards.ClipScore(folder="", **settings).reduction
+        np.testing.assert_allclose(reward(CLIPS, PROMPTS), of_frames(frames), rtol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"reduce": "last"}, {"every": 0}, {"top_share": 0.0}])
@@ -211,28 +214,23 @@ def test_invalid_settings_of_clips_are_refused(settings):
         FrameReduction(**settings)
 
 
-def test_a_batch_of_none_is_refused(files):
-    with pytest.raises(ValueError, match="batch"):
-        on_host(*open_aesthetic(files.clip, files.head).load(), batch=0)
-
-
 def test_invalid_files_are_named(files, tmp_path):
-    with pytest.raises(ValueError, match=r"tensor layers.0.bias .* missing from .*compressed.pt"):
-        open_aesthetic(files.clip, files.hps).load()
-    with pytest.raises(ValueError, match=r"head.pth has no CLIP of open_clip: tensor visual.conv1"):
-        open_hpsv2(files.head, files.clip).load()
-    with pytest.raises(ValueError, match=r"none.pt is missing"):
-        open_hpsv2(tmp_path / "none.pt", files.clip).load()
-    with pytest.raises(ValueError, match="is neither an existing folder nor a hub id"):
-        open_pickscore(tmp_path / "none").load()
-    with pytest.raises(ValueError, match=r"preprocessor_config.json is missing"):
-        open_pickscore(files.clip, tmp_path).load()
-    (tmp_path / "preprocessor_config.json").write_text('{"crop_size": 20}')
-    with pytest.raises(ValueError, match=f"crop_size is 20, .* image_size is {SIZE}"):
-        open_pickscore(files.clip, tmp_path).load()
-    (tmp_path / "preprocessor_config.json").write_text('{"resample": 7}')
-    with pytest.raises(ValueError, match=r"preprocessor_config.json: resample must be 2"):
-        open_pickscore(files.clip, tmp_path).load()
+    def refused(message, open, *given):
+        with pytest.raises(ValueError, match=message):
+            open(*given).read(None)
+
+    pickscore, processor = OPEN["pickscore"], tmp_path / "preprocessor_config.json"
+    missing = r"tensor layers.0.bias .* missing from .*compressed.pt"
+    refused(missing, open_aesthetic, files.clip, files.hps)
+    no_clip = r"head.pth has no CLIP of open_clip: tensor visual.conv1"
+    refused(no_clip, open_hpsv2, files.head, files.clip)
+    refused(r"none.pt is missing", open_hpsv2, tmp_path / "none.pt", files.clip)
+    refused("is neither an existing folder nor a hub id", pickscore, tmp_path / "none")
+    refused(r"preprocessor_config.json is missing", pickscore, files.clip, tmp_path)
+    processor.write_text('{"crop_size": 20}')
+    refused(f"crop_size is 20, .* image_size is {SIZE}", pickscore, files.clip, tmp_path)
+    processor.write_text('{"resample": 7}')
+    refused(r"preprocessor_config.json: resample must be 2", pickscore, files.clip, tmp_path)
 
 
 def test_surplus_and_missing_tensors_of_open_clip_are_named(files, tmp_path):
@@ -241,11 +239,11 @@ def test_surplus_and_missing_tensors_of_open_clip_are_named(files, tmp_path):
         state | {"visual.transformer.resblocks.0.ls_1.gamma": torch.ones(48)}, tmp_path / "a.pt"
     )
     with pytest.raises(ValueError, match=r"ls_1.gamma .* is unexpected"):
-        open_hpsv2(tmp_path / "a.pt", files.clip).load()
+        open_hpsv2(tmp_path / "a.pt", files.clip).read(None)
     del state["transformer.resblocks.1.attn.in_proj_bias"]
     torch.save(state, tmp_path / "b.pt")
     with pytest.raises(ValueError, match=r"layers.1.self_attn.._proj.bias .* is missing"):
-        open_hpsv2(tmp_path / "b.pt", files.clip).load()
+        open_hpsv2(tmp_path / "b.pt", files.clip).read(None)
 
 
 # ------------------------------------------------------------------------------------ sanity checks

@@ -169,9 +169,9 @@ def test_exiting_does_not_wait_for_actions(tmp_path):
 @pytest.mark.parametrize(
     ("where", "code", "calls"),
     [
-        ("reward(None, [], [])", 75, "script.py, line 8"),
-        ("call_reward(reward, RewardSettings('r'), np.zeros((1, 8, 8, 3)), ['x'], [{}])", 2, "'r'"),
-        ("thread(reward)", 75, "script.py, line 8"),
+        ("reward(None, [], [])", 75, "script.py, line 7"),
+        ("alone('r', reward).score(np.zeros((1, 8, 8, 3)), ['x'], [{}])", 2, "'r'"),
+        ("thread(reward)", 75, "script.py, line 7"),
         ("child(reward)", 0, ""),
     ],
 )
@@ -182,8 +182,7 @@ def test_an_exit_of_a_users_code_is_never_silent(tmp_path, where, code, calls):
         "import multiprocessing, threading\n"
         "import numpy as np\n"
         "from digen_jax.config.command_line import run_main\n"
-        "from digen_jax.rewards import call_reward\n"
-        "from digen_jax.rewards import RewardSettings\n"
+        "from digen_jax.rewards import alone\n"
         "def reward(images, prompts, metadata):\n"
         "    from os import _exit\n"
         "    _exit(0)\n"

@@ -79,6 +79,10 @@ def brightness(request):
 
 
 def test_each_image_gets_its_own_score():
+    smooth = np.tile(np.linspace(0, 255, 64).astype(np.uint8)[:, None, None], (1, 64, 3))
+    server = FakeServers([reply("Score: 5")])
+    ask(server, smooth[None], ["a"], template="rating", format="jpeg")
+    assert np.abs(image_of(server.requests[0]).astype(int) - smooth).max() < 8
     images = random_images(5)
     server = FakeServers(brightness)
     scores = ask(server, images, [f"prompt {i}" for i in range(5)], template="rating")
@@ -89,13 +93,6 @@ def test_each_image_gets_its_own_score():
         np.testing.assert_array_equal(image_of(request), images[which])  # PNG is exact
         assert (request["model"], request["temperature"], request["seed"]) == ("m", 0.0, 0)
         assert request["max_tokens"] == 64 and "logprobs" not in request
-
-
-def test_jpeg_images_are_nearly_the_same():
-    image = np.tile(np.linspace(0, 255, 64).astype(np.uint8)[:, None, None], (1, 64, 3))
-    server = FakeServers([reply("Score: 5")])
-    ask(server, image[None], ["a"], template="rating", format="jpeg")
-    assert np.abs(image_of(server.requests[0]).astype(int) - image).max() < 8
 
 
 def test_every_fourth_frame_of_a_clip_is_sent():
@@ -160,19 +157,15 @@ def test_a_custom_text_has_the_fields_of_a_record():
     assert request["max_tokens"] == 9
 
 
-@pytest.mark.parametrize(
-    ("answer", "pattern", "expected"),
-    [
+def test_a_custom_pattern_reads_the_answer_itself_if_necessary():
+    for answer, pattern, expected in (
         ("**9** of *10*", r"\*\*(\d+)\*\*", 9),  # a pattern of the answer as it is
         ("[7,8]", r"\[(\d+),", 7),
         ("about 1,250 points", r"about ([\d.]+)", 1250),
-    ],
-)
-def test_a_custom_pattern_reads_the_answer_itself_if_necessary(answer, pattern, expected):
-    server = FakeServers([reply(answer)])
-    scale = dict(scale=(0, 2000))
-    scores = ask(server, random_images(1), ["a"], template="{prompt}", pattern=pattern, **scale)
-    np.testing.assert_allclose(scores, [expected / 2000], rtol=1e-6)
+    ):
+        settings = dict(template="{prompt}", pattern=pattern, scale=(0, 2000))
+        scores = ask(FakeServers([reply(answer)]), random_images(1), ["a"], **settings)
+        np.testing.assert_allclose(scores, [expected / 2000], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -194,20 +187,13 @@ def test_the_probability_of_yes(answer, expected):
     assert text_of(request) == 'Does this figure show "a red star"? Please answer yes or no.'
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"logprobs": None},
-        {"logprobs": {"content": []}},
-        {"logprobs": {"content": [{"token": "Yes", "logprob": -0.1, "top_logprobs": []}]}},
-    ],
-)
-def test_missing_logprobs_are_an_error(more):
-    server = FakeServers([reply("Yes", **more)] * 9)
-    with pytest.raises(RewardError, match="max-logprobs=20"):
-        ask(server, random_images(1), ["a"])
-    assert len(server.requests) == 1
+def test_missing_logprobs_are_an_error():
+    first = {"token": "Yes", "logprob": -0.1, "top_logprobs": []}
+    for logprobs in (None, {"content": []}, {"content": [first]}):
+        server = FakeServers([reply("Yes", logprobs=logprobs)] * 9)
+        with pytest.raises(RewardError, match="max-logprobs=20"):
+            ask(server, random_images(1), ["a"])
+        assert len(server.requests) == 1
 
 
 COHERENCE_IS_MISSING = "Alignment Score (1-5): 3\nStyle Score (1-5): 4"
@@ -244,33 +230,27 @@ def test_an_answer_without_a_score_is_repeated_with_the_next_seeds(settings, ans
         assert ask(server, random_images(1), ["a cat"], **settings) == [0.5]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_failures_of_a_server_are_retried():
+    for answer in (
         httpx.Response(500, json={"error": {"message": "out of memory"}}),
         httpx.Response(200, content=b"{"),
         httpx.Response(200, json={"choices": []}),
         httpx.Response(200, json={"choices": [{"message": {"content": ["x"]}}]}),
-    ],
-)
-def test_failures_of_a_server_are_retried(answer):
-    server = FakeServers([answer, reply("Score: 5")])
-    assert ask(server, random_images(1), ["a"], template="rating", again=0) == [0.5]
+    ):
+        server = FakeServers([answer, reply("Score: 5")])
+        assert ask(server, random_images(1), ["a"], template="rating", again=0) == [0.5]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_a_refusal_has_the_servers_message():
+    for body in (
         {"error": {"message": "The model is\nnot here", "type": "NotFoundError"}},  # OpenAI, vLLM
         {"detail": "The model is not here"},  # FastAPI, transformers serve
         {"error": "The model is not here"},
-    ],
-)
-def test_a_refusal_has_the_servers_message(body):
-    server = FakeServers([httpx.Response(404, json=body)] * 9)
-    with pytest.raises(RewardError, match=f"{A} .*'a' .*404: The model is not here"):
-        ask(server, random_images(1), ["a"])
-    assert len(server.requests) == 1
+    ):
+        server = FakeServers([httpx.Response(404, json=body)] * 9)
+        with pytest.raises(RewardError, match=f"{A} .*'a' .*404: The model is not here"):
+            ask(server, random_images(1), ["a"])
+        assert len(server.requests) == 1
 
 
 def test_the_model_is_the_only_one_or_must_be_there():
@@ -292,30 +272,15 @@ def test_the_model_is_the_only_one_or_must_be_there():
     assert choose_model({A: ["m"], B: ["m"]}, "") == "m"
 
 
-class LateServers(FakeServers):
-    """A server that cannot be reached for its first requests, and then is not ready."""
+def test_a_server_that_starts_late_is_waited_for():
+    failures = [httpx.Response(503, json={"error": "loading"})] * 3
+    server = FakeServers([reply("Score: 4")])
 
-    def __init__(self, answers, count):
-        super().__init__(answers)
-        self.count, self.failed = count, []
+    def late(request):
+        return failures.pop() if failures else server(request)
 
-    def __call__(self, request):
-        if len(self.failed) < self.count:
-            self.failed.append(request.url.path)
-            raise httpx.ConnectError("refused")
-        if len(self.failed) == self.count:
-            self.failed.append(request.url.path)
-            return httpx.Response(503, json={"error": "loading"})
-        return super().__call__(request)
-
-
-@pytest.mark.parametrize("model", ["", "m"])
-def test_a_server_that_starts_late_is_waited_for(model, capsys):
-    server = LateServers([reply("Score: 4")] * 2, count=5)
-    scores = ask(server, random_images(2), ["a", "b"], template="rating", model=model)
-    np.testing.assert_allclose(scores, [0.4, 0.4], rtol=1e-6)
-    assert server.failed == ["/v1/models"] * 6 and len(server.requests) == 2
-    assert A in capsys.readouterr().err
+    assert ask(late, random_images(1), ["a"], template="rating") == pytest.approx([0.4])
+    assert not failures and len(server.requests) == 1
 
 
 def test_the_token_is_that_of_the_environment(monkeypatch):

@@ -40,9 +40,6 @@ def scaled(images, prompts, metadata, scale=1.0):
     assert images.dtype == np.uint8 and images.ndim == 5
     return scale * images.mean((1, 2, 3, 4))
 
-def darkness(images, prompts, metadata):
-    return 1 - images.mean((1, 2, 3), dtype=np.float64) / 255
-
 def where(images, prompts, metadata):
     return [os.getpid(), "jax" in sys.modules, os.environ["JAX_PLATFORMS"] == "cpu"]
 
@@ -197,14 +194,17 @@ def test_a_reward_may_fork_and_terminate_children(pool, monkeypatch, processes):
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_several_rewards_have_a_column_each(mine, processes):
-    names = ("pooled_rewards:mean", "pooled_rewards:darkness")
-    scorer = RewardPool(named(*names), processes)
-    scores = scorer.score(IMAGES, PROMPTS, METADATA).columns
+    """Of clips, with a setting, and by functions that cannot be pickled."""
+    scaled = RewardSettings("pooled_rewards:scaled", settings=dict(scale=3.0))
+    names = ("pooled_rewards:scaled", "pooled_rewards:closure")
+    scorer = RewardPool(named(scaled, names[1]), processes)
+    clips = np.stack([IMAGES, IMAGES], axis=1)
+    scores = scorer.score(clips, PROMPTS, METADATA).columns
     assert scores.dtype == np.float32 and scores.shape == (3, 2)
-    means = np.array([IMAGES[i].mean() for i in range(3)])
-    np.testing.assert_allclose(scores, np.stack([means, 1 - means / 255], axis=1), rtol=1e-6)
+    np.testing.assert_allclose(scores[:, 0], 3 * IMAGES.mean((1, 2, 3)), rtol=1e-6)
+    assert ((scores[:, 1] == -np.float32(os.getpid())) == (not processes)).all()
     metadata = [one | {"rewards": [names[i % 2]]} for i, one in enumerate(METADATA)]
-    mixed = scorer.score(IMAGES, PROMPTS, metadata).columns
+    mixed = scorer.score(clips, PROMPTS, metadata).columns
     expected = np.where([[True, False], [False, True], [True, False]], scores, np.nan)
     np.testing.assert_array_equal(mixed, expected)
     scorer.close()
@@ -288,61 +288,43 @@ def test_each_reward_has_its_own_time_limit(mine, monkeypatch, processes):
     mine.release.clear()
 
 
-def test_settings_and_clips_reach_a_process(mine):
-    asked = RewardSettings("pooled_rewards:scaled", settings=dict(scale=3.0))
-    scorer = RewardPool(named(asked), 1)
-    clips = np.stack([IMAGES, IMAGES], axis=1)
-    scores = scorer.score(clips, PROMPTS, METADATA).columns[:, 0]
-    scorer.close()
-    np.testing.assert_allclose(scores, 3 * IMAGES.mean((1, 2, 3)), rtol=1e-6)
-
-
-def test_a_process_has_no_jax_and_no_accelerator(pool):
-    process, has_jax, on_cpu = pool("where").score(IMAGES, PROMPTS, METADATA).columns[:, 0]
-    assert process != np.float32(os.getpid())
-    assert (has_jax, on_cpu) == (0, 1)
-
-
-def test_processes_of_a_server_have_the_accelerators(pool, monkeypatch):
+def test_a_process_has_no_jax_and_only_those_of_a_server_have_the_accelerators(pool, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
-    scores = pool("where", accelerator=True).score(IMAGES, PROMPTS, METADATA).columns[:, 0]
-    assert scores[2] == 0
+    for accelerator in (False, True):
+        scorer = pool("where", accelerator=accelerator)
+        process, has_jax, on_cpu = scorer.score(IMAGES, PROMPTS, METADATA).columns[:, 0]
+        assert process != np.float32(os.getpid())
+        assert (has_jax, on_cpu) == (0, not accelerator)
+
+
+FAILING = [
+    ("nan", "", ConfigError, "nan for image 1"),
+    ("short", "", ConfigError, r"shape \(1,\) for 3 images"),
+    ("bug", "", RewardFailed, r"KeyError: .a bug of the user's.\n  .*, in bug: raise"),
+    ("raises", "asyncio.CancelledError()", RewardFailed, "CancelledError"),
+    ("raises", "concurrent.futures.CancelledError()", RewardFailed, "CancelledError"),
+    ("raises", "GeneratorExit()", RewardFailed, "GeneratorExit"),
+    ("raises", "KeyboardInterrupt()", RewardFailed, "KeyboardInterrupt"),
+    ("raises", "BaseException()", RewardFailed, "BaseException"),
+]
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(
-    ("reward", "error", "message"),
-    [
-        ("nan", ConfigError, "nan for image 1"),
-        ("short", ConfigError, r"shape \(1,\) for 3 images"),
-        ("bug", RewardFailed, r"KeyError: .a bug of the user's.\n  .*, in bug: raise"),
-    ],
-)
-def test_an_error_of_a_reward_names_it_and_its_line(pool, processes, reward, error, message):
-    with pytest.raises(error, match=f"'mine:f' .*{message}"):
-        pool(reward, processes).score(IMAGES, PROMPTS, METADATA)
+def test_any_error_of_a_reward_names_it_and_its_line(mine, processes):
+    names = dict.fromkeys(f"pooled_rewards:{reward}" for reward, *_ in FAILING)
+    scorer = RewardPool(named(*names, "pooled_rewards:dies"), processes)
 
+    def score(reward, prompt):
+        metadata = [one | {"rewards": [f"pooled_rewards:{reward}"]} for one in METADATA]
+        scorer.score(IMAGES, [prompt, "", ""], metadata)
 
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(
-    "error",
-    [
-        "asyncio.CancelledError()",
-        "concurrent.futures.CancelledError()",
-        "GeneratorExit()",
-        "KeyboardInterrupt()",
-        "BaseException()",
-    ],
-)
-def test_any_exception_of_a_reward_is_its_failure(pool, processes, error):
-    with pytest.raises(RewardFailed) as caught:
-        pool("raises", processes).score(IMAGES, [error, "", ""], METADATA)
-    assert "mine:f" in str(caught.value) and error.rpartition(".")[2][:-2] in str(caught.value)
-
-
-def test_an_exit_of_a_reward_in_a_thread_is_its_failure(pool):
-    with pytest.raises(RewardFailed):
-        pool("dies", 0).score(IMAGES, PROMPTS, METADATA)
+    for reward, prompt, error, message in FAILING:
+        with pytest.raises(error, match=f"'pooled_rewards:{reward}' .*{message}"):
+            score(reward, prompt)
+    if not processes:  # where it may not end the process
+        with pytest.raises(RewardFailed):
+            score("dies", "")
+    scorer.close()
 
 
 @pytest.mark.parametrize("reward", ["dies", "dies_with_a_child"])

@@ -15,15 +15,13 @@ from jaxtyping import Float32, Num, UInt8
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.images import to_uint8
-from digen_jax.rewards import recorder
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.http_client import FailoverClient, Request, RetryableError, parse_addresses
+from digen_jax.rewards.http_client import FailoverClient, Request, parse_addresses
 from digen_jax.rewards.service.wire import (
     REWARDS,
     SCORE,
     TOKEN,
     VERSION,
-    Malformed,
     decode_answer,
     encode_request,
 )
@@ -98,15 +96,10 @@ class RemoteReward:
         except ValueError as error:
             raise RewardError(str(error)) from error
 
-        def read(content: bytes) -> dict[str, Float32[np.ndarray, "b"]]:
-            try:
-                return decode_answer(content, len(prompts), self._names)
-            except Malformed as error:
-                reason = f"sent an answer that {error}"
-                raise RetryableError(reason, error.image, down=True) from error
-
-        max_bytes = ANSWER[0] + ANSWER[1] * len(prompts)
-        return self._client.post(Request(SCORE, prompts, max_bytes, kind, lambda _: body), read)
+        request = Request(
+            SCORE, prompts, ANSWER[0] + ANSWER[1] * len(prompts), kind, lambda _: body
+        )
+        return self._client.post(request, lambda one: decode_answer(one, len(prompts), self._names))
 
 
 def _parse_description(url: str, content: bytes) -> dict[str, Any]:
@@ -168,4 +161,4 @@ def _remote(settings: Served) -> RemoteReward:
     names = (settings.score,) if settings.score else ()
     options: dict[str, Any] = dict(attempt=settings.attempt, deadline=settings.deadline)
     options |= dict(retries=settings.retries, token=os.environ.get(TOKEN) or None)
-    return RemoteReward(settings.servers, names, listener=recorder("reward server"), **options)
+    return RemoteReward(settings.servers, names, **options)

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
@@ -469,7 +468,9 @@ def listen(host: str, port: int, token: str | None = None) -> socket.socket:
     return listener
 
 
-def serve(service: Service, listener: socket.socket, dry_run: Any, patience: float) -> None:
+def serve(
+    service: Service, listener: socket.socket, dry_run: Callable[[], Any], patience: float
+) -> None:
     """Serves on a listening socket until a signal, then finishes accepted requests for at most `patience` seconds.
 
     `dry_run` checks the reward, in a thread. Requests are rejected until it returns.
@@ -498,22 +499,14 @@ def serve(service: Service, listener: socket.socket, dry_run: Any, patience: flo
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=max(1, round(patience)),
     )
-    server = Server(config)
+    server, failures = Server(config), list[BaseException]()
     server.service = service
-    asyncio.run(_serve(server, listener, dry_run))
 
-
-async def _serve(server: Server, listener: socket.socket, dry_run: Callable[[], Any]) -> None:
-    service, future = server.service, Future[Any]()
-
-    def work() -> None:
+    def check() -> None:
         try:
-            future.set_result(dry_run())
+            dry_run()
         except BaseException as error:
-            future.set_exception(error)
-
-    def announce(done: asyncio.Future) -> None:
-        if done.cancelled() or done.exception() is not None:
+            failures.append(error)
             server.should_exit = True
             return
         service.ready = True
@@ -522,9 +515,7 @@ async def _serve(server: Server, listener: socket.socket, dry_run: Callable[[], 
         print(f"reward {', '.join(service.names)!r} is served at http://{host}:{port}", flush=True)
 
     # A daemon thread, so that a hung reward does not block process exit.
-    threading.Thread(target=work, name="dry run", daemon=True).start()
-    checked = asyncio.wrap_future(future)
-    checked.add_done_callback(announce)
-    await server.serve(sockets=[listener])
-    if checked.done() and not service.stopping:
-        checked.result()
+    threading.Thread(target=check, name="dry run", daemon=True).start()
+    asyncio.run(server.serve(sockets=[listener]))
+    if failures and not service.stopping:
+        raise failures[0]

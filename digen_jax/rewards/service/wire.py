@@ -25,6 +25,7 @@ from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from digen_jax.errors import ConfigError, check_range
+from digen_jax.rewards.http_client import RetryableError
 
 VERSION = 1  # format version
 TOKEN = "DIGEN_REWARD_TOKEN"  # environment variable with the bearer token
@@ -108,14 +109,6 @@ class ScoreRequest(NamedTuple):
     metadata: list[dict[str, Any]]
     images: UInt8[np.ndarray, "b h w 3"] | UInt8[np.ndarray, "b t h w 3"]
     digest: bytes
-
-
-class Malformed(ValueError):
-    """Raised for an answer without a finite score of `image`; the message continues "an answer that"."""
-
-    def __init__(self, message: str, image: int = 0):
-        super().__init__(message)
-        self.image = image
 
 
 def encode_request(
@@ -348,29 +341,37 @@ def encode_answer(scores: Mapping[str, Float32[np.ndarray, "b"]], seconds: float
 def decode_answer(
     content: bytes, count: int, names: Sequence[str] = ()
 ) -> dict[str, Float32[np.ndarray, "b"]]:
-    """Decodes the scores by name of an answer for `count` images. Raises Malformed if it lacks one of `names`."""
+    """Decodes the scores by name of an answer for `count` images.
+
+    Raises:
+      RetryableError: The answer lacks one of `names`, or a finite score of an image.
+    """
     try:
         answer = json.loads(content)
         scores, seconds = answer["scores"], float(answer["seconds"])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise Malformed("is not JSON with scores and seconds") from error
+        raise _malformed("is not JSON with scores and seconds") from error
     if not isinstance(scores, dict) or not scores or not math.isfinite(seconds):
-        raise Malformed("has no scores by name, or no finite seconds")
+        raise _malformed("has no scores by name, or no finite seconds")
     if missing := [name for name in names if name not in scores]:
-        raise Malformed(f"has no score {missing[0]!r}, but {', '.join(scores)[:300]}")
+        raise _malformed(f"has no score {missing[0]!r}, but {', '.join(scores)[:300]}")
     return {name: _decode_column(name, values, count) for name, values in scores.items()}
 
 
 def _decode_column(name: str, values: Any, count: int) -> Float32[np.ndarray, "b"]:
     if not isinstance(values, list) or len(values) != count:
-        raise Malformed(f"does not have {count} scores {name!r}")
+        raise _malformed(f"does not have {count} scores {name!r}")
     if not all(type(value) in (int, float) for value in values):
-        raise Malformed(f"has scores {name!r} that are not numbers")
+        raise _malformed(f"has scores {name!r} that are not numbers")
     with np.errstate(over="ignore"):
         try:
             column = np.array(values, np.float64).astype(np.float32)
         except OverflowError:
             column = np.full(count, np.inf, np.float32)
     for i in np.flatnonzero(~np.isfinite(column)):
-        raise Malformed(f"has the score {name!r} {values[i]} for image {i}", int(i))
+        raise _malformed(f"has the score {name!r} {values[i]} for image {i}", int(i))
     return column
+
+
+def _malformed(what: str, image: int = 0) -> RetryableError:
+    return RetryableError(f"sent an answer that {what}", image, down=True)

@@ -9,6 +9,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards import take_exchanges
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import retry_after
 from digen_jax.rewards.service.client import RemoteReward, Served, _remote
@@ -81,15 +82,11 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_a_failure_is_retried_with_the_same_id_and_content(what):
+def test_a_failure_is_retried_with_the_same_id_and_content_until_there_are_too_many(what):
     fake, images = FakeServers([FAILURES[what]] * 2), random_images(3)
     np.testing.assert_array_equal(score(remote(fake), images)["mean"], means(images))
     assert len(fake.requests) == 3
     assert len({(request.id, request.digest) for _, request in fake.requests}) == 1
-
-
-@pytest.mark.parametrize("what", FAILURES)
-def test_too_many_failures_stop_with_server_prompt_and_reason(what):
     fake = FakeServers([FAILURES[what]] * 9)
     with pytest.raises(Stopped) as stopped:
         score(remote(fake, retries=2))
@@ -200,9 +197,9 @@ def test_threads_share_servers_and_each_gets_its_own_scores():
                 self.script.insert(0, rng.choice(failures) if rng.random() < 0.2 else None)
             return super().__call__(request)
 
-    exchanges, wrong = [], []
-    options = dict(retries=50, blocked=(0.002, 0.01), listener=exchanges.append)
-    reward = remote(Unsteady(), servers=(A, B), **options)
+    wrong = []
+    reward = remote(Unsteady(), servers=(A, B), retries=50, blocked=(0.002, 0.01))
+    take_exchanges()
 
     def work(seed):
         for i in range(5):
@@ -211,8 +208,9 @@ def test_threads_share_servers_and_each_gets_its_own_scores():
                 wrong.append(seed)
 
     in_threads(work, 12)
+    exchanges = take_exchanges()
     assert wrong == [] and sum(one.failure is None for one in exchanges) == 60
-    assert {one.server for one in exchanges} == {A, B}
+    assert {one.server for one in exchanges} == {"reward server a:1", "reward server b:1"}
     assert all(one.begin < one.end and one.images == 2 for one in exchanges)
     assert all(server.in_flight == 0 for server in reward._client.servers)
 
@@ -245,11 +243,7 @@ def test_a_check_adopts_the_smallest_limits():
         fake.requests.clear()
         np.testing.assert_array_equal(score(reward, images)["mean"], means(images))
         assert [len(request.prompts) for _, request in fake.requests] == sizes
-
-
-def test_a_clip_above_the_limits_is_refused_before_it_is_sent():
-    reward, fake = described({A: description(pixels=143)})
-    reward.check()
+    fake.requests.clear()
     with pytest.raises(RewardError, match=r"--pixels.*'every'"):
         score(reward, np.zeros((2, 9, 4, 4, 3), np.uint8))
     assert not fake.requests

@@ -29,27 +29,20 @@ def scores_of(response, count):
     return decode_answer(response.content, count, ["mean"])["mean"]
 
 
-def test_scores_are_the_rewards_for_images_and_clips():
-    clips = random_images(6).reshape(2, 3, 4, 6, 3)
+def png(image):
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_scores_are_the_rewards_for_images_clips_and_files():
+    images, clips = random_images(2), random_images(6).reshape(2, 3, 4, 6, 3)
 
     async def test(client, service):
-        for images in (random_images(3), clips):
-            response = await post(client, images)
-            np.testing.assert_array_equal(scores_of(response, len(images)), means(images))
-            assert list(decode_answer(response.content, len(images))) == ["mean", "first"]
-
-    run(test)
-
-
-def test_image_files_of_another_encoder_are_scored():
-    def png(image):
-        file = io.BytesIO()
-        Image.fromarray(image).save(file, "PNG")
-        return file.getvalue()
-
-    images = random_images(2)
-
-    async def test(client, service):
+        for given in (images, clips):
+            response = await post(client, given)
+            np.testing.assert_array_equal(scores_of(response, 2), means(given))
+            assert list(decode_answer(response.content, 2)) == ["mean", "first"]
         files = [("image", ("x.png", png(one))) for one in images]
         fields = ("request", (None, '{"prompts": ["a", "b"]}', "application/json"))
         response = await client.post("/v1/score", files=[fields, *files])
@@ -214,26 +207,17 @@ def test_a_body_that_is_too_long_or_slow_is_refused(pause, status, limits):
     run(test, **limits)
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Content_Type": "application/json"}, 415),
-        ({"Content_Type": "multipart/form-data"}, 400),
-        ({"Content_Encoding": "gzip"}, 415),
-        ({"Content_Length": "1000000000000"}, 413),
-        ({"Origin": "http://evil.example"}, 403),
-    ],
-)
-def test_invalid_headers_are_refused(headers, status):
+def test_invalid_headers_and_content_are_refused():
     async def test(client, service):
-        response = await post(client, **headers)
-        assert response.status_code == status and response.json()["error"]
-
-    run(test)
-
-
-def test_invalid_content_is_refused():
-    async def test(client, service):
+        for headers, status in (
+            ({"Content_Type": "application/json"}, 415),
+            ({"Content_Type": "multipart/form-data"}, 400),
+            ({"Content_Encoding": "gzip"}, 415),
+            ({"Content_Length": "1000000000000"}, 413),
+            ({"Origin": "http://evil.example"}, 403),
+        ):
+            response = await post(client, **headers)
+            assert response.status_code == status and response.json()["error"]
         response = await post(client, random_images(3), ["a", "b"])
         assert response.status_code == 422 and "3 images for 2 prompts" in response.json()["error"]
         assert "connection" not in response.headers  # the body was read
@@ -271,6 +255,9 @@ def test_a_repeated_id_is_scored_once():
         answers.append((await post(client, id="x")).content)
         assert len(set(answers)) == 1 and pool.calls == [2]
         assert (await post(client, random_images(seed=1), id="x")).status_code == 422
+        failed = start(post(client, prompts=["a", "fail"], id="y"))
+        (response,) = await pool.release_until_done([failed])
+        assert response.status_code == 500 and len(service.answers) == 1  # is not remembered
 
     run(test, pool)
 
@@ -287,17 +274,6 @@ def test_a_request_is_scored_after_its_client_disconnected():
         await asyncio.sleep(0.01)
         pool.release()
         assert (await again).status_code == 200 and pool.calls == [2]
-
-    run(test, pool)
-
-
-def test_a_failure_is_not_remembered():
-    pool = ScoringPool()
-
-    async def test(client, service):
-        for _ in range(2):
-            assert (await post(client, prompts=["a", "fail"], id="x")).status_code == 500
-        assert pool.calls == [2, 2] and len(service.answers) == 0
 
     run(test, pool)
 

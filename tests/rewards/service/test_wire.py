@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save
 
+from digen_jax.rewards.http_client import RetryableError
 from digen_jax.rewards.service.wire import (
     Limits,
-    Malformed,
     Refused,
     decode_answer,
     decode_request,
@@ -73,11 +73,8 @@ def test_a_request_arrives_as_it_was_sent(shape):
     found = decoded(images, prompts, metadata, "abc-1")
     assert found.id == "abc-1" and found.prompts == prompts and found.metadata == metadata
     np.testing.assert_array_equal(found.images, images)
-
-
-def test_a_sliced_array_arrives_as_it_is():
-    images = np.arange(2 * 8 * 6 * 3, dtype=np.uint8).reshape(2, 8, 6, 3)[:, ::2]
-    np.testing.assert_array_equal(decoded(images, "ab", [{}, {}]).images, images)
+    sliced = images[:, ::2]
+    np.testing.assert_array_equal(decoded(sliced, prompts, metadata).images, sliced)
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
@@ -297,11 +294,6 @@ def test_an_answer_arrives_exactly():
     ids=label,
 )
 def test_an_invalid_answer_is_malformed(content, image):
-    with pytest.raises(Malformed) as malformed:
+    with pytest.raises(RetryableError) as malformed:
         decode_answer(content, 2, ["a"])
     assert malformed.value.image == image
-
-
-def test_invalid_metadata_is_not_sent():
-    with pytest.raises(ValueError, match="metadata"):
-        encode_request(random_images(1), ["a"], [{"x": {1, 2}}])
