@@ -277,7 +277,7 @@ def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) 
         return Scheduler(settings, GUESSED)
     try:
         costs = None if in_flight.layout == layout else GUESSED
-        return Scheduler.resume(in_flight.scheduler, settings, costs)
+        return Scheduler(settings, costs, in_flight.scheduler)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "the newest checkpoint is of an older version of digen_jax, whose scheduler had another state: "

@@ -41,15 +41,6 @@ class Task:
 
 
 @dataclasses.dataclass
-class Handover:
-    """A decoded chunk in transfer: its values to the scheduler, its samples to a training worker."""
-
-    worker: str
-    delivered: bool
-    values: tuple[float, ...] | None = None
-
-
-@dataclasses.dataclass
 class Worker:
     """A worker of the pool. `roles` are in order of preference; `task` is set until the chunk is decoded."""
 
@@ -88,7 +79,7 @@ class PendingEvaluation:
 class Pool:
     """Workers and open work. `step` is the current step, which is also the newest version of the weights."""
 
-    def __init__(self, settings: Settings, costs: CostModel, step: int = 0, serials: int = 0):
+    def __init__(self, settings: Settings, costs: CostModel, step: int, serials: int):
         self.settings, self.costs = settings, costs
         self.now, self.step = 0.0, step
         self.steps: dict[int, Step] = {}  # the current and later ones
@@ -96,20 +87,15 @@ class Pool:
         self.workers: dict[str, Worker] = {}
         self.trainers: list[str] = []  # workers that train, in order
         self.samplers: list[str] = []
-        # Roles that no worker has as a first role; workers with them in `spare` take them.
-        self.spare_roles = {SAMPLE, TRAIN}
         # Heaps of idle workers, (order of joining, name), by their roles.
         self.idle: dict[tuple[str, ...], list[tuple[int, str]]] = {}
         self.in_flight: dict[int, Command] = {}
         # Number of groups and evaluations that need each weights version that the home worker keeps.
         self.references = Counter({WeightsVersion(step): 0})
-        self.handovers: dict[Chunk, Handover] = {}
         self.failures = Counter[str]()  # by piece of work
         self.failed_on: dict[Chunk, list[str]] = {}  # workers on which sampling a chunk failed
         self._serials, self._joins = serials, 0
-        self._delivered = (
-            0  # delivered chunks of workers that only sample; selects the next receiver
-        )
+        self._delivered = 0  # chunks of workers that only sample; selects the next receiver
         self._out: list[Command] = []  # commands issued by the current event
 
     @property
@@ -181,30 +167,24 @@ class Pool:
 
         A role without a worker goes to workers that have it as a spare role, or else returns to workers that lost it.
         """
-        workers = self.workers.values()
-        self.spare_roles, self.samplers, self.trainers = set(), [], []
+        workers, spare_roles = self.workers.values(), set()
         for role in (SAMPLE, TRAIN):
             able = [one for one in workers if one.can(role)]
             if not any(role in one.first_roles for one in able):
-                self.spare_roles.add(role)
+                spare_roles.add(role)
             if not able:
                 for one in workers:
                     one.failed_roles.discard(role)
                     one.failed[role] = 0
         for worker in workers:
-            self._set_roles(worker)
-
-    def _set_roles(self, worker: Worker) -> None:
-        own = (*worker.first_roles, *(one for one in worker.spare if one in self.spare_roles))
-        roles = tuple(role for role in own if role not in worker.failed_roles)
-        if roles != worker.roles:
-            worker.roles = roles
-            if worker.is_idle:
-                self._set_idle(worker)
-        if SAMPLE in roles:
-            self.samplers.append(worker.name)
-        if TRAIN in roles:
-            self.trainers.append(worker.name)
+            own = (*worker.first_roles, *(role for role in worker.spare if role in spare_roles))
+            roles = tuple(role for role in own if role not in worker.failed_roles)
+            if roles != worker.roles:
+                worker.roles = roles
+                if worker.is_idle:
+                    self._set_idle(worker)
+        self.samplers = [one.name for one in workers if SAMPLE in one.roles]
+        self.trainers = [one.name for one in workers if TRAIN in one.roles]
         for step in self.steps.values():
             step.turns.clear()  # the assignment of chunks to workers has changed
 

@@ -34,51 +34,40 @@ from digen_jax.scheduling.commands import (
     pack,
     unpack,
 )
-from digen_jax.scheduling.pool import Handover, Pool, SchedulerError, Worker
+from digen_jax.scheduling.pool import SchedulerError, Worker
 from digen_jax.scheduling.settings import CostModel, Costs, Settings
-from digen_jax.scheduling.step import DROPPED, Step
+from digen_jax.scheduling.step import SCORING, Step
 
 
 class Scheduler(Assigner):
     """A deterministic state machine: equal events lead to equal commands.
 
     It has no clock: events carry the time. It can be deep-copied, and saved at the end of a step.
+
+    Args:
+      settings: Settings; the number of steps and the chunks may differ from those of `saved`.
+      costs: Expected costs. None means those of `saved`, and what was measured there.
+      saved: Result of `save` in an earlier process. The clock starts at 0, workers have to join again, nothing is in
+        flight, and started chunks are generated again, with their group's version. None means a new run.
     """
 
-    def __init__(self, settings: Settings, costs: Costs):
-        super().__init__(settings, CostModel.create(costs, settings))
+    def __init__(
+        self, settings: Settings, costs: Costs | None, saved: dict[str, Any] | None = None
+    ):
+        start = saved or {"step": 0, "serials": 0, "versions": []}
+        model = CostModel.create(costs, settings) if costs else unpack(start["costs"])
+        super().__init__(settings, model, start["step"], start["serials"])
+        for number, versions in start["versions"]:
+            if number < settings.steps:
+                self.steps[number] = step = Step(number, settings)
+                step.restore_versions(versions, unpack(start["settings"]).unit_images)
+                versions = (g.version for g in step.groups if g.version is not None)
+                self.references.update(map(WeightsVersion, versions))
         self._open_steps()
         self._open_evaluation()
 
-    @classmethod
-    def resume(
-        cls, saved: dict[str, Any], settings: Settings | None = None, costs: Costs | None = None
-    ) -> "Scheduler":
-        """Creates the scheduler in a new process, with the clock at 0; workers have to join again.
-
-        Nothing is in flight. Started chunks are generated again, with their group's version.
-
-        Args:
-          saved: Result of `save`.
-          settings: New settings, if the number of steps or the devices changed. None means the saved ones.
-          costs: Expected costs, if the measured ones are from other devices. None keeps the measured ones.
-        """
-        old = unpack(saved["settings"])
-        settings, scheduler = settings or old, cls.__new__(cls)
-        model = unpack(saved["costs"]) if costs is None else CostModel.create(costs, settings)
-        Pool.__init__(scheduler, settings, model, saved["step"], saved["serials"])
-        for number, versions in saved["versions"]:
-            if number < settings.steps:
-                scheduler.steps[number] = step = Step(number, settings)
-                step.restore_versions(versions, old.unit_images)
-                versions = (g.version for g in step.groups if g.version is not None)
-                scheduler.references.update(map(WeightsVersion, versions))
-        scheduler._open_steps()
-        scheduler._open_evaluation()
-        return scheduler
-
     def save(self) -> dict[str, Any]:
-        """Returns the JSON state that `resume` needs, at the end of a step.
+        """Returns the JSON state from which a new process continues, at the end of a step.
 
         Raises:
           ValueError: The current step is partly trained.
@@ -120,16 +109,13 @@ class Scheduler(Assigner):
         worker = Worker(event.worker, self._joins, event.roles, event.spare)
         self._joins += 1
         self.workers[worker.name] = worker
-        if self.spare_roles.isdisjoint(worker.first_roles):
-            self._set_roles(worker)  # the others keep theirs
-        else:
-            self._assign_roles()
+        if TRAINER not in self.workers:
+            return
+        self._assign_roles()
         if worker.name == TRAINER:
             worker.held.add(self._current_weights)
-            for other in self.workers.values():
-                self._sync(other)
-        elif TRAINER in self.workers:
-            self._sync(worker)
+        for one in self.workers.values() if worker.name == TRAINER else [worker]:
+            self._sync(one)
 
     def _remove(self, name: str) -> None:
         """Removes a worker, requeues its chunks and passes, and takes its commands out of flight."""
@@ -160,18 +146,17 @@ class Scheduler(Assigner):
                     receiver.busy = None
                     self._return_piece(receiver)
                     self._set_idle(receiver)
-        lost = {c for c, handover in self.handovers.items() if handover.worker == name}
+        scores = [one for one in self.in_flight.values() if isinstance(one, Score)]
+        lost = {one.chunk for one in scores if one.maker == name and self._is_wanted(one.chunk)}
         for step in self.steps.values():
             lost |= {Chunk(step.number, index) for index in step.remove_worker(name, sums)}
-        for serial, command in list(self.in_flight.items()):
-            if isinstance(command, Score) and command.chunk in lost:
-                del self.in_flight[serial]
+        for score in scores:
+            if score.chunk in lost:
+                del self.in_flight[score.serial]
         for chunk in lost:
-            self.handovers.pop(chunk, None)
             self._requeue(chunk)
         for chunk in interrupted:
-            if chunk in self.handovers:
-                self._deliver(chunk)
+            self._deliver(chunk)
 
     def _return_piece(self, worker: Worker) -> None:
         """Makes the passes of a worker's unfinished piece available again."""
@@ -213,10 +198,11 @@ class Scheduler(Assigner):
                 self._decoded(worker, command.chunk)
             case Deliver():
                 self._delivered_to(worker, command)
-            case Score():
-                if handover := self.handovers.get(command.chunk):
-                    handover.values = event.values
-                    self._handed_over(command.chunk)
+            case Score(chunk=chunk) if chunk.evaluation:
+                self._scored_evaluation(chunk.step)
+            case Score(chunk=chunk) if self._is_wanted(chunk):
+                self.steps[chunk.step].chunks[chunk.index].values = event.values
+                self._score(chunk)
             case Train():
                 worker.failed[TRAIN] = 0
                 self._current_step.trained_piece(worker.name, worker.piece)
@@ -250,10 +236,10 @@ class Scheduler(Assigner):
             case Deliver():
                 if occupied:
                     self._return_piece(worker)
-                elif command.chunk in self.handovers:
+                else:
                     self._deliver(command.chunk)
             case Score():
-                if command.chunk in self.handovers:
+                if self._is_wanted(command.chunk):
                     self._issue(Score, command.chunk, command.maker)
         return None
 
@@ -293,67 +279,53 @@ class Scheduler(Assigner):
         worker.task, worker.failed[SAMPLE] = None, 0
         if not self._is_wanted(chunk):
             return
-        at_home = chunk.evaluation or TRAIN in worker.roles
-        self.handovers[chunk] = handover = Handover(worker.name, delivered=at_home)
         if not chunk.evaluation:
             step = self.steps[chunk.step]
             step.decoded(chunk.index, worker.name, self.now + self.costs.handover())
-            if at_home:
-                step.chunks[chunk.index].holders.add(worker.name)
+            state = step.chunks[chunk.index]
+            if TRAIN in worker.roles:
+                state.holders.add(worker.name)
             else:
                 self._deliver(chunk)
-            if step.chunks[chunk.index].scored:
-                handover.values = ()
-                return self._handed_over(chunk)
-        return self._issue(Score, chunk, worker.name)
+            if state.values is not None:
+                return self._score(chunk)
+        self._issue(Score, chunk, worker.name)
 
     def _deliver(self, chunk: Chunk) -> None:
-        """Sends samples of a worker that only samples to the next training worker in rotation."""
+        """Sends samples that no training worker has, if any, to the next training worker in rotation."""
+        step = self.steps.get(chunk.step)
+        if step is None or step.chunks[chunk.index].stage != SCORING:
+            return
         turn = chunk.index if self.settings.ordered else self._delivered
         self._delivered += 1
-        version = self.steps[chunk.step].group_of(chunk.index).version
         receiver = self.trainers[turn % len(self.trainers)]
-        self._issue(Deliver, self.handovers[chunk].worker, chunk, version, receiver)
+        version = step.group_of(chunk.index).version
+        self._issue(Deliver, step.chunks[chunk.index].maker, chunk, version, receiver)
 
     def _delivered_to(self, worker: Worker, command: Deliver) -> None:
-        chunk, step = command.chunk, self.steps.get(command.chunk.step)
-        if step is None or step.chunks[chunk.index].stage == DROPPED:
+        if not self._is_wanted(command.chunk):
             return
-        state = step.chunks[chunk.index]
+        state = self.steps[command.chunk.step].chunks[command.chunk.index]
         if state.maker == command.worker and state.maker not in state.holders:
             state.maker = ""  # a worker that only samples frees samples that another worker has
         state.holders.add(worker.name)
-        if handover := self.handovers.get(chunk):
-            handover.delivered = True
-            self._handed_over(chunk)
+        self._score(command.chunk)
 
-    def _handed_over(self, chunk: Chunk) -> None:
-        """Continues with a chunk once it is both scored and delivered."""
-        handover = self.handovers[chunk]
-        if handover.values is None or not handover.delivered:
-            return
-        del self.handovers[chunk]
-        if not chunk.evaluation:
-            step = self.steps[chunk.step]
-            step.score(chunk.index, handover.values)
-            return self._drop_others(step)
-        evaluation = self.evaluations[chunk.step]
-        evaluation.unscored -= 1
-        if not evaluation.unscored:
-            del self.evaluations[chunk.step]
-            self._issue(Evaluate, chunk.step)
-            self._release(self._evaluated(chunk.step), 1)
-        return None
-
-    def _drop_others(self, step: Step) -> None:
-        """Drops the candidates outside the step once its members are known."""
-        if step.settled or not step.candidates.dynamic or not step.candidates.step_known:
-            return
+    def _score(self, chunk: Chunk) -> None:
+        """Continues with a chunk once it is both scored and delivered; drops candidates that became superfluous."""
+        step = self.steps[chunk.step]
+        step.score(chunk.index)
         started, versions = step.drop_others()
         if started:
-            chunks = tuple(Chunk(step.number, index) for index in started)
-            for chunk in chunks:
-                self.handovers.pop(chunk, None)
-            self._issue(DropChunks, chunks)
+            self._issue(DropChunks, tuple(Chunk(step.number, index) for index in started))
         for version in versions:
             self._release(WeightsVersion(version), 1)
+
+    def _scored_evaluation(self, version: int) -> None:
+        """Counts a scored chunk of a version's evaluation; the last one ends it."""
+        evaluation = self.evaluations[version]
+        evaluation.unscored -= 1
+        if not evaluation.unscored:
+            del self.evaluations[version]
+            self._issue(Evaluate, version)
+            self._release(self._evaluated(version), 1)

@@ -91,6 +91,11 @@ class Settings:
         return self.units // self.updates
 
     @functools.cached_property
+    def set_passes(self) -> int:
+        """Training passes per update set."""
+        return self.set_units * self.unit_chunks * self.passes
+
+    @functools.cached_property
     def off_policy_units(self) -> int:
         """Units of a step that may start before the previous step ends."""
         if not self.max_policy_lag:

@@ -25,6 +25,7 @@ from digen_jax.scheduling.commands import (
     SyncWeights,
     Train,
     Update,
+    trainer_names,
 )
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings, cost_of
@@ -83,11 +84,9 @@ class Report:
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
     """Returns the workers' names; the first is the home worker, which updates, and "rollout" workers only sample."""
-    names, rollouts, others = [TRAINER], itertools.count(), itertools.count(1)
-    for worker in workers[1:]:
-        samples = worker.roles == (SAMPLE,)
-        names.append(f"rollout {next(rollouts)}" if samples else f"worker {next(others)}")
-    return names
+    trainers, rollouts = iter(trainer_names(len(workers))), itertools.count()
+    only_sample = (worker.roles == (SAMPLE,) for worker in workers)
+    return [f"rollout {next(rollouts)}" if one else next(trainers) for one in only_sample]
 
 
 def seconds_of(

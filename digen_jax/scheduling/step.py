@@ -9,7 +9,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from digen_jax.scheduling.settings import Settings
 
@@ -18,13 +17,14 @@ QUEUED, SAMPLING, SCORING, SCORED = "queued", "sampling", "scoring", "scored"
 READY, TRAINED, DROPPED = "ready", "trained", "dropped"
 
 
-class Piece(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Piece:
     """Passes of a chunk that one worker trains; `early` means before its group or step is complete."""
 
-    index: int  # type: ignore[assignment]
+    index: int  # of the chunk
     first: int
-    count: int  # type: ignore[assignment]
-    early: bool = False
+    count: int
+    early: bool
 
 
 @dataclasses.dataclass
@@ -41,12 +41,13 @@ class Group:
 
 @dataclasses.dataclass
 class ChunkState:
-    """State of a chunk; `holders` are the training workers that have its samples."""
+    """State of a chunk. A decoded chunk waits for its values and until a training worker has its samples."""
 
     stage: str = QUEUED
-    maker: str = ""
-    holders: set[str] = dataclasses.field(default_factory=set)
-    scored: bool = False
+    maker: str = ""  # the worker that sampled it, while that has the samples
+    holders: set[str] = dataclasses.field(default_factory=set)  # training workers with its samples
+    values: tuple[float, ...] | None = None
+    scored: bool = False  # the values are those of its group, too
     scored_at: float = math.inf  # expected
     # (first, count) of passes that are neither trained nor in training
     left: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -70,7 +71,6 @@ class Step:
         self.held: dict[str, list[int]] = {}  # heaps of ready chunks, by holder
         self.turns: dict[tuple[str, str], int] = {}  # ordered: next chunk by role and worker
         self.early: list[int] = []  # heap of scored chunks that may train early
-        self.open = 0  # unfinished groups that train early
         self.update = 0  # index of the current update set
         self.assigned = 0  # passes of the update set that are trained or in training
         self.trained = 0  # passes of the update set
@@ -128,6 +128,8 @@ class Step:
         self.sampling -= chunk.stage == SAMPLING
         self.queued += 1
         chunk.stage, chunk.maker, chunk.holders = QUEUED, "", set()
+        if not chunk.scored:
+            chunk.values = None
         heapq.heappush(self.queue, index)
         self.turns.clear()
 
@@ -140,15 +142,18 @@ class Step:
 
     # ------------------------------------------------------------------------------- scoring
 
-    def score(self, index: int, values: tuple[float, ...]) -> None:
-        """Marks a chunk as scored and delivered, and chunks that may now be trained as ready."""
+    def score(self, index: int) -> None:
+        """Marks a decoded chunk as scored if it has values and holders, and chunks that may now be trained as ready."""
         chunk = self.chunks[index]
+        if chunk.stage != SCORING or chunk.values is None or not chunk.holders:
+            return None
         chunk.stage, again, chunk.scored = SCORED, chunk.scored, True
         number, group = index // self.settings.unit_chunks, self.group_of(index)
         if again:  # generated a second time: its samples and scores are the same as the first time
             return self._offer([number])
         group.unscored -= 1
-        group.low, group.high = min(group.low, *values), max(group.high, *values)
+        group.low = min(group.low, *chunk.values)
+        group.high = max(group.high, *chunk.values)
         if group.unscored:
             return self._offer([number])
         was_known = self._members_known
@@ -161,9 +166,15 @@ class Step:
         return self._offer(range(len(self.groups)) if others_may else [number])
 
     def drop_others(self) -> tuple[list[int], list[int]]:
-        """Drops the candidates outside a known step; returns (started chunks, versions of their groups)."""
-        self.settled = True
+        """Drops the candidates outside the step once, when its members are known.
+
+        Returns:
+          (started chunks, versions of their groups).
+        """
         started, versions = list[int](), list[int]()
+        if self.settled or not self.candidates.dynamic or not self.candidates.step_known:
+            return started, versions
+        self.settled = True
         for number in self.candidates.others():
             for index in self.chunks_of(number):
                 chunk = self.chunks[index]
@@ -189,8 +200,6 @@ class Step:
 
     def take_in_order(self, worker: str, place: int, workers: int) -> Piece | None:
         """Assigns the next chunk to a worker that trains chunks place, place + workers, ... in this order."""
-        if not self.ready:
-            self._open_early()
         index = self.turns.get(("train", worker), place)
         unit, verdicts = self.settings.unit_chunks, self.candidates.verdicts
         while index < len(self.chunks) and (
@@ -213,9 +222,7 @@ class Step:
         self.trained += piece.count
         self.pieces.setdefault(worker, []).append(piece)
         if chunk.trained == self.settings.passes:
-            group = self.group_of(piece.index)
-            group.untrained -= 1
-            self.open -= group.early and not group.untrained
+            self.group_of(piece.index).untrained -= 1
 
     def return_piece(self, piece: Piece, trained: bool = False) -> None:
         """Makes the passes of a piece available again; `trained` means that it was trained and its sums are lost."""
@@ -251,14 +258,12 @@ class Step:
     @property
     def left(self) -> int:
         """Passes of the current update set that are neither trained nor in training."""
-        settings = self.settings
-        return settings.set_units * settings.unit_chunks * settings.passes - self.assigned
+        return self.settings.set_passes - self.assigned
 
     @property
     def set_trained(self) -> bool:
         """Whether the current update set is completely trained."""
-        settings = self.settings
-        return self.trained == settings.set_units * settings.unit_chunks * settings.passes
+        return self.trained == self.settings.set_passes
 
     def next_set(self) -> bool:
         """Ends the current update set after its update; returns whether it was the last of the step."""
@@ -321,11 +326,11 @@ class Step:
 
     def _open_early(self) -> None:
         """Opens the first group with a scored, waiting chunk, if another group may be open."""
-        while self.early and self.open < self.settings.max_incomplete_groups:
+        most = self.settings.max_incomplete_groups
+        while self.early and sum(g.early and g.untrained > 0 for g in self.groups) < most:
             index = heapq.heappop(self.early)
             if self.chunks[index].stage == SCORED:
                 self.group_of(index).early = True
-                self.open += 1
                 self._make_ready(index // self.settings.unit_chunks)
                 return
 
@@ -398,7 +403,6 @@ class Candidates:
         """Opens the first candidates. `most` of 0 means no dynamic sampling."""
         self.wanted, self.most, self.dynamic = wanted, most or wanted, bool(most)
         self.verdicts: list[str | None] = [None] * (wanted + redundant)
-        self.informative = self.decided = 0  # groups
         self.filled: list[int] = []  # groups without variance that fill up the step
         self.current, self.full = Frontier(first_set), Frontier(wanted)
         self._advance()
@@ -412,20 +416,19 @@ class Candidates:
 
         Opens the candidate that replaces a group without variance; if none is left, fills up the step.
         """
-        verdict = FLAT if self.dynamic and not low < high else INFORMATIVE
-        self.verdicts[group] = verdict
-        self.decided += 1
-        if verdict == INFORMATIVE:
-            self.informative += 1
+        if not self.dynamic or low < high:
+            self.verdicts[group] = INFORMATIVE
             for frontier in (self.current, self.full):
                 frontier.certain += group < frontier.limit
         else:
+            self.verdicts[group] = FLAT
             if len(self.verdicts) < self.most:
                 self.verdicts.append(None)
             self._advance()
-        if self.decided == self.most and self.informative < self.wanted:
+        if self.dynamic and None not in self.verdicts:
             flat = [g for g, verdict in enumerate(self.verdicts) if verdict == FLAT]
-            self.filled = flat[: self.wanted - self.informative]
+            missing = self.wanted - (len(self.verdicts) - len(flat))
+            self.filled = flat[: max(0, missing)]
 
     def next_set(self, size: int) -> None:
         """Starts the next update set."""
@@ -436,11 +439,8 @@ class Candidates:
         """Returns whether a group is certainly in the current update set or an earlier one."""
         if not self.dynamic or self.verdicts[group] == INFORMATIVE:
             return group < self.current.limit
-        return group in self.filled_in_set()
-
-    def filled_in_set(self) -> list[int]:
-        """Returns the groups without variance that fill up the current update set or an earlier one."""
-        return self.filled[: max(0, self.current.wanted - self.informative)]
+        informative = self.wanted - len(self.filled)
+        return group in self.filled[: max(0, self.current.wanted - informative)]
 
     @property
     def set_known(self) -> bool:

@@ -163,7 +163,7 @@ def test_a_resumed_run_continues_from_the_end_of_a_step(plan, seed, trouble, wor
     )
 
     second = world(plan, seed, trouble, workers, flat_share)
-    second.scheduler = Scheduler.resume(saved)
+    second.scheduler = Scheduler(plan, None, saved)
     records = second.referee
     records.group_version = dict(referee.group_version)
     records.trained = {f: u for f, u in referee.trained.items() if f.step < referee.step}
@@ -393,9 +393,10 @@ def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
 
 def test_the_clock_of_a_resumed_scheduler_is_that_of_its_process():
     """Otherwise times would not advance until the new process is as old as the last one was."""
-    found = at_step_end(dataclasses.replace(PLAIN, steps=4), step=2)
-    assert found.scheduler.now > 5
-    scheduler = Scheduler.resume(found.scheduler.save())
+    plan = dataclasses.replace(PLAIN, steps=4)
+    found = at_step_end(plan, step=2).scheduler
+    assert found.now > 5
+    scheduler = Scheduler(plan, None, found.save())
     for time in (0.5, 2.0):
         scheduler.handle(Removed(time, "nobody"))
         assert scheduler.now == time
@@ -411,7 +412,7 @@ def test_a_run_resumes_with_other_chunks_and_workers(chunk):
     assert begun and saved.kept == [WeightsVersion(0), WeightsVersion(1)]
     cut = dataclasses.replace(plan, chunk_images=chunk)
     other = Costs(generate=9.0, train=1.0)
-    scheduler = Scheduler.resume(json.loads(json.dumps(saved.save())), cut, other)
+    scheduler = Scheduler(cut, other, json.loads(json.dumps(saved.save())))
     per_unit = cut.unit_images // plan.images
     units = {i for i, group in enumerate(scheduler.steps[1].groups) if group.version == 0}
     assert units == {i // per_unit for i in begun}
