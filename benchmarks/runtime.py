@@ -75,9 +75,8 @@ class Work:
         for name in ("generate", "train", "seconds"):
             check_positive(name, getattr(self, name))
 
-    @property
-    def problem(self) -> Problem:
-        """Problem of the planner; a worker with n devices takes 1/n of the seconds of one device."""
+    def problem(self, kind: str) -> Problem:
+        """Returns the planner's problem for a kind; a worker with n devices takes 1/n of the seconds of one device."""
         images = self.groups * self.images
         image = self.seconds * self.devices / images
         sampling = image * self.generate / (self.generate + self.train)
@@ -90,9 +89,10 @@ class Work:
             sync=self.sync * self.seconds,
             score=self.score * self.seconds / images,
         )
-        settings = Settings(1, self.groups, self.images, self.chunk, passes=self.passes)
-        chunks = self.chunk, self.chunk * self.devices
-        return Problem(self.devices, settings, costs, scorers=1, chunks=chunks)
+        size = self.devices if kind == COLOCATED else 1  # devices of a worker, which split a chunk
+        chunk, passes = self.chunk * size, self.passes * size
+        settings = Settings(1, self.groups, self.images, chunk, passes=passes)
+        return Problem(self.devices, settings, costs, scorers=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +167,14 @@ def best_layout(work: Work, kind: str) -> PoolLayout:
     Raises:
       ConfigError: no layout is of this kind.
     """
-    problem = work.problem
+    problem = work.problem(kind)
     size = work.devices if kind == COLOCATED else 1
     found = [
         layout
         for layout in layouts(problem)
-        if layout.kind == kind
-        and layout.devices == size >= layout.rollout_devices
-        and layout.chunk == work.chunk * size
+        if layout.kind == kind and layout.devices == size >= layout.rollout_devices
     ]
-    if not found:
+    if not found or work.groups * work.images % problem.settings.unit_images:
         raise ConfigError(
             f"{work.devices} devices and {work.groups} groups of {work.images} images have no layout {kind!r}: "
             "use more devices, or groups that they divide"
@@ -200,18 +198,19 @@ def measure(
     work: Work, layout: PoolLayout, run: TimedRun, on_step: Callable[[], object] = lambda: None
 ) -> Measured:
     """Drives the runtime through a run of waits; calls `on_step` after every step."""
-    workers, costs = workers_of(work.problem, layout)
-    settings = dataclasses.replace(settings_of(work.problem, layout), steps=run.length)
+    problem = work.problem(layout.kind)
+    workers, costs = workers_of(problem, layout)
+    settings = dataclasses.replace(settings_of(problem, layout), steps=run.length)
     executors: Any = WaitingExecutors(Waits(costs, settings, run.jitter, run.seed), workers)
     with (
         closing(RewardPool(alone("waits", score), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
     ):
         step_times, policy_lag = time_steps(driver, run, on_step)
-    reports = simulations(workers, costs, settings, run, work.problem.scorers)
+    reports = simulations(workers, costs, settings, run, problem.scorers)
     predicted = fmean(median(run.step_times(report.step_ends)) for report in reports)
     late = fmean(itertools.chain.from_iterable(w.late for w in executors.workers.values()))
-    name = layout.describe()
+    name = f"{layout.describe()}, chunks of {settings.chunk_images}"
     return Measured(name, step_times, work.seconds, predicted, policy_lag, late)
 
 
@@ -259,7 +258,7 @@ def introduction(work: Work, run: TimedRun) -> str:
 
 def table(work: Work, rows: Mapping[str, Measured]) -> str:
     """Returns the waits and the bound of a ratio, and a line per kind of layout."""
-    waits = describe_costs(work.problem, UNUSED).split(";")[0]
+    waits = describe_costs(work.problem(COLOCATED), UNUSED).split(";")[0]
     return (
         f"generate:train {work.generate:g}:{work.train:g}, bound (G + T)/N {work.seconds:.3f} s\n"
         f"waits {waits}\n{describe(rows)}"

@@ -228,7 +228,7 @@ def with_temporaries(
 
 
 def suited(config: TrainConfig, problem: Problem, layout: PoolLayout) -> TrainConfig:
-    """Returns the config of a layout's run: its meshes, chunks and policy lag, and settings that fit them.
+    """Returns the config of a layout's run: its meshes and policy lag, and settings that fit them.
 
     If the sampling workers cannot split the evaluation batch, uses the next larger batch that they can split.
     """
@@ -239,7 +239,6 @@ def suited(config: TrainConfig, problem: Problem, layout: PoolLayout) -> TrainCo
         config,
         placement=dataclasses.replace(config.placement, **sizes),
         runtime=dataclasses.replace(config.runtime, max_policy_lag=layout.lag),
-        sampler=dataclasses.replace(config.sampler, chunk=layout.chunk),
         trainer=dataclasses.replace(config.trainer, pack=-(-pack // layout.time) * layout.time),
         evaluation=dataclasses.replace(config.evaluation, batch=-(-batch // parts) * parts),
     )

@@ -156,14 +156,17 @@ def describe_costs(problem: Problem, missing: Sequence[str]) -> str:
 
 def table(plan: Plan) -> str:
     """Returns a line of at most `WIDTH` columns for the best layout of every kind."""
-    head = ["", "kind", "sample", "train", "chunk", "s/step", "img/dev/s", "of bound"]
+    head = ["", "kind", "sample", "train", "s/step", "img/dev/s", "of bound"]
     rows = [[*head, *(["GiB"] if plan.problem.footprint else []), "waits most for"]]
     for row in plan.best:
         one = row.layout
         sample = f"{one.rollout} x {one.rollout_devices}" if one.rollout else "-"
         cells = ["*" * (row is plan.choice), one.kind, sample, f"{one.workers} x {one.devices}"]
-        cells += [f"{one.chunk}", f"{row.step_seconds:.4g}"]
-        cells += [f"{row.images_per_device_second:.4g}", f"{row.utilisation:.1%}"]
+        cells += [
+            f"{row.step_seconds:.4g}",
+            f"{row.images_per_device_second:.4g}",
+            f"{row.utilisation:.1%}",
+        ]
         cells += [f"{row.memory.largest / 2**30:.2f}"] if row.memory else []
         rows.append([*cells, longest_wait(row) or "-"])
     return aligned(rows, left=4)

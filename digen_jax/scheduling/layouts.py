@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from digen_jax.errors import ConfigError, check_positive
+from digen_jax.errors import ConfigError
 from digen_jax.scheduling.settings import Costs, Settings
 
 
@@ -80,7 +80,7 @@ class Problem:
     """The input of a plan.
 
     `settings` are the scheduler's: `readiness` is the minimum that the algorithm needs, `max_policy_lag` the allowed
-    maximum, `passes` is for `chunk_images` images, and `ordered` applies to layouts without lag whose workers have the
+    maximum, and `ordered` applies to layouts without lag whose workers have the
     same roles. The axes tensor and sequence, whose devices process the same images, are given; a sequence axis shards
     no parameters.
     """
@@ -98,7 +98,6 @@ class Problem:
     trainer_tensor: int = 1  # of a worker that trains
     worker_sequence: int = 1
     trainer_sequence: int = 1
-    chunks: tuple[int, ...] = ()  # candidate chunk sizes; empty means `settings.chunk_images`
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.
@@ -106,7 +105,6 @@ class Problem:
         Raises:
           ConfigError: Names the field and what to change.
         """
-        check_positive("the number of devices", self.devices)
         self.worker.check("worker_serial")
         self.trainer.check("trainer_serial")
         if not self.costs.generate + self.costs.train > 0:
@@ -134,7 +132,6 @@ class PoolLayout:
     samples: bool = True  # whether training workers also sample
     rollout: int = 0  # workers that only sample
     rollout_devices: int = 0  # per worker that only samples
-    chunk: int = 1  # images
     lag: int = 0  # maximum policy lag, in versions
     shared: int = 1  # devices that process the same images: axes tensor x sequence
     rollout_shared: int = 1  # the same for a worker that only samples
@@ -168,7 +165,7 @@ class PoolLayout:
         mesh = " x ".join([f"{self.data}", *(f"{n} ({axis})" for axis, n in axes.items() if n > 1)])
         text = f"{self.workers} x {mesh} that {'sample and train' if self.samples else 'train'}"
         rollout = f"{self.rollout} x {self.rollout_devices} that sample, " if self.rollout else ""
-        return f"{rollout}{text}, chunks of {self.chunk}"
+        return f"{rollout}{text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +239,8 @@ def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
     off_policy = settings.max_off_policy_fraction if layout.lag else 0.0
     images = max(settings.groups, settings.max_candidates) * settings.images * (1 + off_policy)
     if layout.workers > 1:
-        share = math.ceil(images / layout.chunk / layout.workers) + 1
-        images = min(images, share * layout.chunk)
+        share = math.ceil(images / settings.chunk_images / layout.workers) + 1
+        images = min(images, share * settings.chunk_images)
     running = {}
     if foot.programs:
         running = {"the gradient": foot.programs.gradient, "the update": foot.programs.update}
@@ -267,12 +264,13 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
     if not layout.rollout:
         return {}
     foot, axes = problem.footprint, (fsdp, problem.worker_tensor)
+    chunk = problem.settings.chunk_images
     return {
         "parameters": foot.sampler_base(*axes),
         "kept versions": (1 + layout.lag) * foot.synced(*axes),
         "frozen": foot.frozen(*axes),
         **_rewards(foot, *axes),
-        "trajectories": 2 * layout.chunk / layout.rollout_images * foot.trajectory,
+        "trajectories": 2 * chunk / layout.rollout_images * foot.trajectory,
         "conditioning": (1 + (layout.lag > 0)) * float(foot.conditioning),
         **_largest(_sampling(foot, layout, layout.rollout_images)),
     }

@@ -63,19 +63,18 @@ def _shapes(problem: Problem) -> Iterator[list[PoolLayout]]:
     total, settings = problem.devices, problem.settings
     grid = min(d for d in divisors(total) if d >= total / SPLITS)
     lags = range(1 + (settings.max_policy_lag if settings.off_policy_units else 0))
-    chunks = [c for c in problem.chunks or [settings.chunk_images] if _divides(problem, c)]
     axes = {
         "shared": problem.trainer_tensor * problem.trainer_sequence,
         "rollout_shared": problem.worker_tensor * problem.worker_sequence,
     }
-    for chunk, part in itertools.product(chunks, range(0, total, grid)):
+    for part in range(0, total, grid):
         for size, workers in itertools.product(divisors(part or 1), divisors(total - part)):
             parts, rest = divmod(size if part else 0, axes["rollout_shared"])
-            if rest or (parts and problem.worker.images and chunk % parts):
+            if rest or (parts and not problem.worker.fits(parts)):
                 continue
             rollout = {"rollout": part // size, "rollout_devices": size} if part else {}
             for samples, lag in itertools.product((True, False) if part else (True,), lags):
-                fields = {"samples": samples, "chunk": chunk, "lag": lag, **rollout, **axes}
+                fields = {"samples": samples, "lag": lag, **rollout, **axes}
                 yield _meshes(problem, workers, (total - part) // workers, fields)
 
 
@@ -89,19 +88,6 @@ def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[Poo
     return sorted(found, key=lambda one: (_train(problem, one), one.time))
 
 
-def _divides(problem: Problem, chunk: int) -> bool:
-    """Returns whether chunks of a size divide the groups, updates and micro-batches."""
-    given = problem.settings
-    settings = dataclasses.replace(given, chunk_images=chunk)
-    one_group = settings.max_candidates or settings.max_incomplete_groups
-    return (
-        settings.groups * settings.images % (settings.unit_images * settings.updates) == 0
-        and not (one_group and settings.unit_images > settings.images)
-        and given.passes * chunk % given.chunk_images == 0
-        and chunk % (problem.trainer.images or 1) == 0
-    )
-
-
 def _train(problem: Problem, layout: PoolLayout) -> float:
     """Returns the seconds of training an image. Steps that `time` does not divide are padded."""
     longest = math.ceil(problem.transitions / layout.time)
@@ -111,22 +97,21 @@ def _train(problem: Problem, layout: PoolLayout) -> float:
 
 def _sampling(problem: Problem, layout: PoolLayout) -> tuple[float, float]:
     """Returns sampling seconds, relative to one device, on a training worker and on a worker that only samples."""
-    images = layout.chunk if problem.worker.images else 0
-    scaling = dataclasses.replace(problem.worker, images=images)
+    scaling = problem.worker
     own = scaling.seconds(scaling.used(layout.devices // layout.shared) * layout.shared)
     return own, scaling.seconds(layout.rollout_devices) if layout.rollout else math.inf
 
 
 def settings_of(problem: Problem, layout: PoolLayout) -> Settings:
     """Returns the scheduler's settings for a layout."""
-    given, chunk = problem.settings, layout.chunk
-    passes = given.passes * chunk // given.chunk_images
+    given = problem.settings
+    passes = given.passes
     if layout.time > 1:  # a pass packs at least `time` steps of a micro-batch
-        batches = chunk // (problem.trainer.images or 1)
+        batches = given.chunk_images // (problem.trainer.images or 1)
         passes = min(passes, batches * math.ceil(problem.transitions / layout.time))
     pulled = layout.lag or (layout.samples and layout.rollout)
-    changes: dict = {"max_policy_lag": layout.lag, "ordered": given.ordered and not pulled}
-    return dataclasses.replace(given, chunk_images=chunk, passes=passes, **changes)
+    ordered = given.ordered and not pulled
+    return dataclasses.replace(given, max_policy_lag=layout.lag, ordered=ordered, passes=passes)
 
 
 def workers_of(problem: Problem, layout: PoolLayout) -> tuple[tuple[WorkerLayout, ...], Costs]:
@@ -171,7 +156,7 @@ def lower_bound(problem: Problem, layout: PoolLayout) -> float:
     """Returns a lower bound of the mean step seconds in the steady state."""
     settings, costs = settings_of(problem, layout), problem.costs
     scales = _sampling(problem, layout)
-    workers, chunk, count = layout.workers, layout.chunk, settings.chunks
+    workers, chunk, count = layout.workers, settings.chunk_images, settings.chunks
     own, other = (max(1e-12, (costs.generate + costs.decode) * chunk * scale) for scale in scales)
     own = own if layout.samples else math.inf
     train, score = _train(problem, layout) * chunk, costs.seconds("score", chunk)

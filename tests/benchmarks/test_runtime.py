@@ -72,14 +72,15 @@ def test_the_simulator_predicts_the_steps_of_the_runtime():
 def test_each_row_has_all_devices_and_the_workers_of_its_kind(kind):
     work = dataclasses.replace(WORK, devices=8, groups=16, train=4.0)
     layout = best_layout(work, kind)
-    workers, costs = workers_of(work.problem, layout)
+    problem = work.problem(kind)
+    workers, costs = workers_of(problem, layout)
     assert sum(worker.devices for worker in workers) == 8
     assert len(workers) == (1 if kind == COLOCATED else 8)
     assert layout.lag == kind.endswith("lag 1")
     assert (layout.rollout > 0) == ("disaggregated" in kind or "rollout" in kind)
     # One device takes the stated seconds of the work.
-    assert (costs.generate, costs.train) == (work.problem.costs.generate, work.problem.costs.train)
-    settings, run = settings_of(work.problem, layout), TimedRun()
+    assert (costs.generate, costs.train) == (problem.costs.generate, problem.costs.train)
+    settings, run = settings_of(problem, layout), TimedRun()
     share = fmean(one.utilisation for one in simulations(workers, costs, settings, run))
     # The slowest of 8 devices takes 1.156 times as long as a mean one.
     least, most = (0.82, 0.87) if kind == COLOCATED else (0.95 if "pool" in kind else 0.8, 1.0)

@@ -290,7 +290,7 @@ def test_predicted_memory_has_the_programs(files, base):
     assert (score.command, score.images, score.trace().out_info.shape) == ("decode", 8, (8,))
     problem = make_problem(config, 2, Calibration(Costs(1.0, 1.0), "", ()), model_footprint(config))
     found = compile_programs(config, jax.devices()[:2], lambda text: None)
-    layout = layouts.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1, chunk=8)
+    layout = layouts.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1)
     sampling = with_temporaries(problem, config, layout, found).footprint.programs.sampling
     assert sampling["scoring"] > 2 * 9 * 32 * 4  # at least a layer of the tokens of two pictures
     assert model_footprint(planned(files, base, "pool")).rewards is None

@@ -87,8 +87,8 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     trainer = train_config.placement.trainer
     costs, sizes = calibrate(train_config, found, where.chip, name), model_footprint(train_config)
     problem = make_problem(train_config, gpus, costs, sizes)
-    shared, chunk = trainer.tensor * trainer.sequence, train_config.sampler.chunk
-    own = PoolLayout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
+    shared = trainer.tensor * trainer.sequence
+    own = PoolLayout(1, trainer.devices, trainer.time, shared=shared)
     held = device_bytes(with_temporaries(problem, train_config, own, found), own)
     assert held.trainer_fsdp == trainer.fsdp
     fits = held.largest <= where.memory

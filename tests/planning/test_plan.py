@@ -89,7 +89,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
 
 def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
     plan = make_plan(make_problem(opened(144), 4, calibration(sync=0.1)))
-    assert plan.choice.layout == PoolLayout(1, 4, chunk=144)
+    assert plan.choice.layout == PoolLayout(1, 4)
     assert why(plan).startswith("colocated (") and "config.sampler.chunk" in why(plan)
     assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
 

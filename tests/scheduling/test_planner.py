@@ -60,7 +60,7 @@ def random_problem(seed):
         sync=draw.choice([0.02, 0.4]),
         deliver=draw.choice([0.0, 0.01]),
     )
-    worker = Scaling(draw.choice([0.0, 0.03]), draw.choice([0, 4]))
+    worker = Scaling(draw.choice([0.0, 0.03]), draw.choice([0, settings.chunk_images]))
     trainer = Scaling(draw.choice([0.0, 0.02, 0.1]))
     scorers = draw.choice([0, 2])
     return Problem(draw.choice([2, 3, 4]), settings, costs, worker, trainer, 4, scorers)
@@ -86,7 +86,7 @@ def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
     """An earlier simulator said 105.3%: three workers that sample, and one that trains and samples, of 16 devices."""
     settings = Settings(1, 128, 1, 128, max_policy_lag=1)
     simulations = Simulations(Problem(64, settings, Costs(8.0, 1.0)))
-    layout = PoolLayout(1, 16, rollout=3, rollout_devices=16, chunk=128, lag=1)
+    layout = PoolLayout(1, 16, rollout=3, rollout_devices=16, lag=1)
     assert 0 < simulations.predict(layout).utilisation <= 1.005
 
 
@@ -140,14 +140,6 @@ def test_devices_must_divide_the_images():
         layouts(dataclasses.replace(problem, devices=3, trainer_tensor=2, worker_tensor=2))
 
 
-def test_chunks_are_chosen_and_keep_whole_micro_batches():
-    settings = Settings(1, 8, 4, 4, max_policy_lag=0, passes=4)
-    problem = Problem(2, settings, Costs(1.0, 1.0), trainer=Scaling(images=2), chunks=(1, 2, 3, 8))
-    found = layouts(problem)
-    assert {c.chunk for c in found} == {2, 8}
-    assert {(c.chunk, settings_of(problem, c).passes) for c in found} == {(2, 2), (8, 8)}
-
-
 def test_serial_shares_prefer_small_workers_and_equal_times_few_workers():
     settings = Settings(1, 64, 1, 1, max_policy_lag=0)
     costs = Costs(1.0, 1.0)
@@ -163,7 +155,7 @@ def test_colocated_is_the_sum_of_all_that_it_does():
     settings = Settings(1, groups=4, images=4, chunk_images=2, max_policy_lag=0)
     costs = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, sync=0.2)
     problem = Problem(8, settings, costs, Scaling(0.1), Scaling(0.2))
-    made = Simulations(problem).predict(PoolLayout(1, 8, chunk=2))
+    made = Simulations(problem).predict(PoolLayout(1, 8))
     generation, training = 16 * 0.5 * (0.1 + 0.9 / 8), 16 * 0.4 * (0.2 + 0.8 / 8)
     encoding = 0.1 * (0.1 + 0.9 / 8)
     assert made.step_seconds == pytest.approx(generation + training + encoding + 0.3)
@@ -243,7 +235,7 @@ PROBLEM = Problem(8, STEP, COSTS, transitions=4, footprint=FOOTPRINT)
 def test_a_device_holds_what_is_counted_by_hand():
     foot = dataclasses.replace(FOOTPRINT, trainer_fsdp=2, worker_fsdp=2)
     problem = dataclasses.replace(PROBLEM, footprint=foot)
-    layout = PoolLayout(1, 4, time=2, rollout=2, rollout_devices=2, chunk=2, lag=1)
+    layout = PoolLayout(1, 4, time=2, rollout=2, rollout_devices=2, lag=1)
     held, tuned = device_bytes(problem, layout), 800 / 2 + 8
     assert held.trainer == {
         "parameters": tuned + 80 / 2 + 4,
@@ -267,7 +259,7 @@ def test_a_device_holds_what_is_counted_by_hand():
 
 
 def test_roles_decide_what_a_worker_holds():
-    only = PoolLayout(1, 4, samples=False, rollout=4, rollout_devices=1, chunk=2)
+    only = PoolLayout(1, 4, samples=False, rollout=4, rollout_devices=1)
     held = device_bytes(PROBLEM, only)
     assert held.trainer["frozen"] == 0 and held.trainer["kept versions"] == 808
     assert device_bytes(PROBLEM, dataclasses.replace(only, samples=True)).trainer["frozen"] == 406
@@ -275,19 +267,19 @@ def test_roles_decide_what_a_worker_holds():
     foot = dataclasses.replace(FOOTPRINT, programs=small)
     problem = dataclasses.replace(PROBLEM, footprint=foot)
     assert device_bytes(problem, only).trainer["temporaries of the update"] == 808
-    both = device_bytes(problem, PoolLayout(1, 2, time=2, chunk=2))
+    both = device_bytes(problem, PoolLayout(1, 2, time=2))
     assert both.trainer["temporaries of generating"] == 1500 and both.worker == {}
     # A trainer that splits a chunk into half the parts of the rollout workers samples twice the images.
-    assisted = device_bytes(problem, PoolLayout(1, 1, rollout=1, rollout_devices=2, chunk=2))
+    assisted = device_bytes(problem, PoolLayout(1, 1, rollout=1, rollout_devices=2))
     assert assisted.trainer["temporaries of generating"] == 3000
     assert assisted.worker["temporaries of generating"] == 1500
     # Four workers hold a quarter of the 8 chunks each, and one more.
-    pool = device_bytes(problem, PoolLayout(4, 1, chunk=2))
+    pool = device_bytes(problem, PoolLayout(4, 1))
     assert pool.trainer["trajectories"] == 3 * 2 * 10
 
 
 def test_incomplete_groups_hold_gradients_and_candidates_trajectories():
-    layout = PoolLayout(1, 4, rollout=4, rollout_devices=1, chunk=2)
+    layout = PoolLayout(1, 4, rollout=4, rollout_devices=1)
     plain = device_bytes(PROBLEM, layout).trainer
     early = dataclasses.replace(STEP, max_incomplete_groups=3)
     many = dataclasses.replace(STEP, max_candidates=10)
@@ -311,7 +303,7 @@ def test_the_tensor_axes_split_parameters_and_the_sequence_axes_only_work():
 
 
 def test_parameters_are_split_only_as_far_as_the_memory_requires():
-    layout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
+    layout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4)
     for limit, fsdp in ((10_000, 1), (7_500, 2), (6_000, 4)):
         held = device_bytes(dataclasses.replace(PROBLEM, device_memory=limit), layout)
         assert held.trainer_fsdp == fsdp and sum(held.trainer.values()) <= limit
@@ -322,8 +314,8 @@ def test_text_encoders_that_encode_ahead_are_alone_on_the_devices_that_sample():
     resident = dataclasses.replace(FOOTPRINT, programs=programs)
     foot = dataclasses.replace(resident, encode=parameters(20_000, 100))
     problem = dataclasses.replace(PROBLEM, footprint=foot)
-    rollout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
-    for layout in (rollout, PoolLayout(1, 8, chunk=2)):
+    rollout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4)
+    for layout in (rollout, PoolLayout(1, 8)):
         held = device_bytes(problem, layout)
         assert held.encode == {"text encoders": 20_100, "temporaries of encoding": 4000}
         assert held.largest == 24_100
