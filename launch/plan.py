@@ -90,7 +90,7 @@ def _check_flags() -> None:
         check_range("--memory", _MEMORY.value, 0, 10**6, "least")
     for flag in (_TRAINER_SERIAL, _WORKER_SERIAL):
         if flag.value is not None:
-            check_range(f"--{flag.name}", flag.value, 0, 1)
+            check_range(f"--{flag.name}", flag.value, 0, 1, "most")
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
 

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import statistics
 
-from digen_jax.errors import ConfigError, check_choice, user_input
+from digen_jax.errors import ConfigError, check_choice, check_range, user_input
 from digen_jax.files import parse_json
 from digen_jax.inference.model import read_run_config
 from digen_jax.logging.metrics import read_metrics
@@ -47,10 +47,8 @@ def on_one_device(
 
     `serial` are the shares of (training, generation) that do not scale with devices.
     """
-    trainer, worker = Scaling(serial[0]), Scaling(serial[1])
-    trainer.check("trainer_serial")
-    worker.check("worker_serial")
-    training, generation = trainer.seconds(devices[1]), worker.seconds(devices[0])
+    training = Scaling(serial[0]).seconds(devices[1])
+    generation = Scaling(serial[1]).seconds(devices[0])
     costs = dataclasses.replace(
         measured,
         generate=measured.generate / generation,
@@ -82,9 +80,13 @@ def read_calibration(path: pathlib.Path) -> Calibration:
         if type(value) not in types or not 0 <= value < float("inf"):
             what = "an integer" if name == "scorers" else "a number of seconds or a share"
             raise ConfigError(f"{path}: {name} must be {what} of 0 or more, not {value!r}")
+        if name.endswith("_serial"):
+            check_range(f"{path}: {name}", value, 0, 1, "most")
     for name in ("generate", "train"):
         if name not in given:
             raise ConfigError(f"{path} lacks {name}: give its seconds per image on one device")
+    if not given["generate"] + given["train"]:
+        raise ConfigError(f"{path}: generate and train cost nothing: give their seconds per image")
     return Calibration(
         Costs(**{name: float(given[name]) for name in costs if name in given}),
         f"the file {path}",

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from digen_jax.errors import ConfigError
 from digen_jax.scheduling.settings import Costs, Settings
 
 
@@ -12,7 +11,7 @@ from digen_jax.scheduling.settings import Costs, Settings
 class Scaling:
     """Scaling of a command's seconds with the number of devices.
 
-    The share `serial` does not scale (Amdahl's law); 0 is linear scaling. The devices split `images`
+    The share `serial`, from [0, 1), does not scale (Amdahl's law); 0 is linear scaling. The devices split `images`
     images evenly, so their number must divide it. 0 means that any number of devices can split the work.
     """
 
@@ -30,11 +29,6 @@ class Scaling:
     def seconds(self, devices: int | float) -> float:
         """Returns the seconds on `devices` devices relative to one device."""
         return self.serial + (1 - self.serial) / devices
-
-    def check(self, name: str) -> None:
-        """Refuses a serial share outside [0, 1); the ConfigError names the field."""
-        if not 0 <= self.serial < 1:
-            raise ConfigError(f"{name} must be in [0, 1), not {self.serial}")
 
 
 # Bytes of a parameter tree on each device of a mesh, by the sizes of its axes fsdp and tensor.
@@ -98,17 +92,6 @@ class Problem:
     trainer_tensor: int = 1  # of a worker that trains
     worker_sequence: int = 1
     trainer_sequence: int = 1
-
-    def check(self) -> None:
-        """Refuses a problem that cannot be planned.
-
-        Raises:
-          ConfigError: Names the field and what to change.
-        """
-        self.worker.check("worker_serial")
-        self.trainer.check("trainer_serial")
-        if not self.costs.generate + self.costs.train > 0:
-            raise ConfigError("generate and train cost nothing: give their seconds per image")
 
     @property
     def bound(self) -> float:

@@ -40,7 +40,6 @@ def layouts(
     Raises:
       ConfigError: No layout is possible.
     """
-    problem.check()
     allowed = [[one for one in shapes if runs(one)] for shapes in _shapes(problem)]
     if not any(allowed):
         raise ConfigError(

@@ -55,7 +55,8 @@ class Scheduler(Assigner):
         self, settings: Settings, costs: Costs | None, saved: dict[str, Any] | None = None
     ):
         start = saved or {"step": 0, "serials": 0, "versions": []}
-        model = CostModel.create(costs, settings) if costs else unpack(start["costs"])
+        sizes = settings.chunk_images, settings.passes
+        model = CostModel(costs, *sizes) if costs else unpack(start["costs"])
         super().__init__(settings, model, start["step"], start["serials"])
         for number, versions in start["versions"]:
             if number < settings.steps:

@@ -190,11 +190,6 @@ class CostModel:
     averages: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def create(cls, expected: Costs, settings: Settings) -> "CostModel":
-        """Creates a model without measurements."""
-        return cls(expected, settings.chunk_images, settings.passes)
-
     def observe(self, command: Command, seconds: float) -> None:
         """Adds a measurement to the averages of its worker and of its kind."""
         kind, worker = cost_of(command), getattr(command, "worker", "")

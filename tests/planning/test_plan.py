@@ -261,6 +261,8 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
         ({"generate": 1}, "lacks train"),
         ({"generate": -1, "train": 1}, "generate must be a number"),
         ({"generate": 1, "train": 1, "scorers": 0.5}, "scorers must be an integer"),
+        ({"generate": 1, "train": 1, "worker_serial": 1.0}, "worker_serial must be in [0, 1)"),
+        ({"generate": 0, "train": 0}, "cost nothing"),
         ([1, 2], "must hold an object"),
     ],
 )

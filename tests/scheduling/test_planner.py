@@ -66,11 +66,18 @@ def random_problem(seed):
     return Problem(draw.choice([2, 3, 4]), settings, costs, worker, trainer, 4, scorers)
 
 
+def large_costs_of_a_step():
+    """An earlier search stopped after one simulation, 16.8% above the best layout."""
+    costs = Costs(0.1, 0.1, 0.005, 0.05, 0.02, 0.3, update=0.3, sync=0.05, switch=0.05)
+    settings = Settings(1, 4, 4, 4, updates=2, max_policy_lag=0)
+    return Problem(4, settings, costs, Scaling(images=4), Scaling(images=4), 2)
+
+
 @pytest.mark.parametrize("batch", quick([(n,) for n in range(3)], 0))
 def test_the_choice_is_within_1_percent_of_exhaustive_search(batch):
     """No layout is faster than its lower bound, nor than 100.5% of the bound (G + T)/N."""
-    for seed in range(batch * BATCH, (batch + 1) * BATCH):
-        problem = random_problem(seed)
+    problems = map(random_problem, range(batch * BATCH, (batch + 1) * BATCH))
+    for problem in [*problems, large_costs_of_a_step()]:
         found, simulations = layouts(problem), Simulations(problem)
         chosen = search(simulations, found)
         every = [simulations.predict(layout) for layout in found]
@@ -78,8 +85,8 @@ def test_the_choice_is_within_1_percent_of_exhaustive_search(batch):
         for made in every:
             # With lag, images that were sampled before the measured steps make these a little shorter.
             slack = 5e-3 if made.layout.lag else 1e-9
-            assert lower_bound(problem, made.layout) <= made.step_seconds * (1 + slack), seed
-            assert made.utilisation <= 1.005, seed
+            assert lower_bound(problem, made.layout) <= made.step_seconds * (1 + slack)
+            assert made.utilisation <= 1.005, problem
 
 
 def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
@@ -88,26 +95,6 @@ def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
     simulations = Simulations(Problem(64, settings, Costs(8.0, 1.0)))
     layout = PoolLayout(1, 16, rollout=3, rollout_devices=16, lag=1)
     assert 0 < simulations.predict(layout).utilisation <= 1.005
-
-
-def test_costs_of_a_step_are_searched_as_far_as_those_of_images():
-    """An earlier search stopped after one simulation, 16.8% above the best layout."""
-    settings = Settings(1, 4, 4, 4, updates=2, max_policy_lag=0)
-    costs = Costs(
-        generate=0.1,
-        train=0.1,
-        decode=0.005,
-        encode=0.05,
-        score=0.02,
-        score_latency=0.3,
-        update=0.3,
-        sync=0.05,
-        switch=0.05,
-    )
-    problem = Problem(4, settings, costs, Scaling(images=4), Scaling(images=4), 2)
-    found, simulations = layouts(problem), Simulations(problem)
-    best = min(simulations.predict(layout).step_seconds for layout in found)
-    assert search(Simulations(problem), found).step_seconds <= 1.01 * best
 
 
 def test_layouts_are_all_divisions_of_the_devices():

@@ -85,6 +85,13 @@ def world(plan, seed, trouble=0.0, workers=2, flat_share=0.4):
     return World(Scheduler(plan, COSTS), referee, random.Random(seed), trouble, workers)
 
 
+def run_by_the_rules(*arguments):
+    found = world(*arguments)
+    found.run()
+    found.referee.finish()
+    return found
+
+
 some_runs = given(
     plan=plans(),
     seed=st.integers(0, 2**32),
@@ -96,28 +103,11 @@ some_runs = given(
 
 @runs
 @some_runs
-def test_every_run_ends_by_the_rules(plan, seed, trouble, workers, flat_share):
-    found = world(plan, seed, trouble, workers, flat_share)
-    found.run()
-    found.referee.finish()
-
-
-@pytest.mark.slow
-@settings(runs, max_examples=500)
-@some_runs
-def test_very_many_runs_end_by_the_rules(plan, seed, trouble, workers, flat_share):
-    found = world(plan, seed, trouble, workers, flat_share)
-    found.run()
-    found.referee.finish()
-
-
-@runs
-@some_runs
-def test_equal_events_give_equal_commands_also_from_the_middle(
+def test_every_run_ends_by_the_rules_and_equal_events_give_equal_commands(
     plan, seed, trouble, workers, flat_share
 ):
-    found = world(plan, seed, trouble, workers, flat_share)
-    found.run()
+    """Also if the scheduler is copied in the middle of the run."""
+    found = run_by_the_rules(plan, seed, trouble, workers, flat_share)
     middle = random.Random(seed).randrange(len(found.log))
     again = Scheduler(plan, COSTS)
     for event, commands in found.log[:middle]:
@@ -126,6 +116,13 @@ def test_equal_events_give_equal_commands_also_from_the_middle(
     for event, commands in found.log[middle:]:
         assert again.handle(event) == commands == other.handle(event)
     assert again.save() == other.save()
+
+
+@pytest.mark.slow
+@settings(runs, max_examples=500)
+@some_runs
+def test_very_many_runs_end_by_the_rules(plan, seed, trouble, workers, flat_share):
+    run_by_the_rules(plan, seed, trouble, workers, flat_share)
 
 
 @runs

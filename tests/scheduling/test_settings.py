@@ -10,7 +10,6 @@ from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train
 from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Settings, time_limit
 
 GOOD = Settings(1, groups=6, images=4, chunk_images=2)
-ONE_CHUNK = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
 
 
 def test_the_share_of_units_that_may_start_early_is_rounded_down():
@@ -37,7 +36,7 @@ def train(count=1):
 
 @pytest.fixture
 def model():
-    return CostModel.create(Costs(generate=1.0, train=2.0, evaluate=7.0), ONE_CHUNK)
+    return CostModel(Costs(generate=1.0, train=2.0, evaluate=7.0), images=4, passes=2)
 
 
 def test_predictions_move_from_the_expected_to_the_measured(model):
