@@ -76,11 +76,6 @@ class Report:
             ends = self.step_ends[WARM_UP - 1 : -1]
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
-    @property
-    def utilisation(self) -> float:
-        """Bound divided by the step seconds."""
-        return self.bound / self.step_seconds
-
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
     """Returns the workers' names; the first is the home worker, which updates, and "rollout" workers only sample."""

@@ -504,17 +504,17 @@ class World:
         r = self.referee
         if isinstance(command, Update) and not set(command.trained) <= r.alive:
             return self.rng.random() < 0.5
-        key = {
-            "generate": ("generate", getattr(command, "chunk", None)),
-            "decode": ("generate", getattr(command, "chunk", None)),
-            "score": ("score", getattr(command, "chunk", None)),
-            "deliver": ("deliver", getattr(command, "chunk", None)),
-            "train": ("train", getattr(command, "chunk", None)),
-            "sync": ("sync", getattr(command, "worker", 0), getattr(command, "weights_version", 0)),
-            "update": ("update", r.step, r.update),
-        }.get(command.kind)
-        if key is None:
-            return False
+        match command:
+            case Encode():
+                return False
+            case Generate() | Decode():
+                key = "generate", command.chunk
+            case SyncWeights():
+                key = command.worker, command.weights_version
+            case Update():
+                key = r.step, r.update
+            case _:
+                key = command.kind, command.chunk
         role, worker = ROLES.get(command.kind), getattr(command, "worker", "")
         second = role and r.in_a_row[worker, role]
         if second and not any(r.may(role, name) for name in r.alive - {worker}):
