@@ -49,7 +49,6 @@ class Worker:
     first_roles: tuple[str, ...]  # roles that it joined with
     spare: tuple[str, ...] = ()  # roles that it takes while no other worker has them
     roles: tuple[str, ...] = ()
-    failed_roles: set[str] = dataclasses.field(default_factory=set)  # after failures
     held: set[WeightsVersion] = dataclasses.field(default_factory=set)
     arriving: set[WeightsVersion] = dataclasses.field(default_factory=set)
     encoded: set[int] = dataclasses.field(default_factory=set)  # steps
@@ -60,7 +59,7 @@ class Worker:
 
     def can(self, role: str) -> bool:
         """Returns whether it may take a role: it joined with it (spare or not) and has not lost it after failures."""
-        return role in (*self.first_roles, *self.spare) and role not in self.failed_roles
+        return role in (*self.first_roles, *self.spare) and self.failed[role] < FAILURES
 
     @property
     def is_idle(self) -> bool:
@@ -174,11 +173,10 @@ class Pool:
                 spare_roles.add(role)
             if not able:
                 for one in workers:
-                    one.failed_roles.discard(role)
                     one.failed[role] = 0
         for worker in workers:
             own = (*worker.first_roles, *(role for role in worker.spare if role in spare_roles))
-            roles = tuple(role for role in own if role not in worker.failed_roles)
+            roles = tuple(filter(worker.can, own))
             if roles != worker.roles:
                 worker.roles = roles
                 if worker.is_idle:
@@ -216,7 +214,6 @@ class Pool:
             raise SchedulerError(
                 f"no worker is left that can {role}, the last failure is: {reason}"
             )
-        worker.failed_roles.add(role)
         self._assign_roles()
 
     # ----------------------------------------------------------------------- steps and evaluations
