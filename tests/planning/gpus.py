@@ -97,7 +97,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
         "fits": fits,
         "held": held.largest / GIB,
         "programs": programs,
-        "auto": chosen.layout.describe(),
+        "auto": f"{chosen.layout.describe()}, chunks of {train_config.sampler.chunk}",
         "share": chosen.utilisation,
     }
 
