@@ -34,7 +34,7 @@ BATCH = 10  # random problems of a test
 
 
 def random_problem(seed):
-    """Few devices and chunks, generation and training from 1:8 to 8:1, and losses of every kind."""
+    """Few devices and chunks, generation and training from 1:8 to 8:1, and costs of every kind."""
     draw = random.Random(seed)
     images = draw.choice([1, 2, 4])
     settings = Settings(
@@ -90,7 +90,7 @@ def test_the_choice_is_within_1_percent_of_exhaustive_search(batch):
 
 
 def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
-    """An earlier simulator said 105.3%: three workers that sample, and one that trains and samples, of 16 devices."""
+    """An earlier simulator predicted 105.3%. One of the four workers of 16 devices also trains."""
     settings = Settings(1, 128, 1, 128, max_policy_lag=1)
     simulations = Simulations(Problem(64, settings, Costs(8.0, 1.0)))
     layout = PoolLayout(1, 16, rollout=3, rollout_devices=16, lag=1)

@@ -1,4 +1,4 @@
-"""Random runs with delays, losses and failures, each checked by a referee; then single rules."""
+"""Random runs with delays, disconnects and failures, each checked by a referee; then single rules."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ runs = settings(
 
 @st.composite
 def plans(draw, ordered=None):
-    """Settings of any kind that pass the checks; `ordered` True: only ordered ones."""
+    """Draws settings that pass the checks of configs; `ordered` draws only ordered ones."""
     dynamic = draw(st.booleans())
     images = draw(st.sampled_from([2, 4, 6] if dynamic else [1, 2, 4, 6]))
     updates = draw(st.integers(1, 3))
@@ -154,8 +154,8 @@ def test_a_resumed_run_continues_from_the_end_of_a_step(plan, seed, trouble, wor
     plan = dataclasses.replace(plan, steps=plan.steps + 1)
     first = at_step_end(plan, seed, trouble, workers, flat_share)
     saved, referee = json.loads(json.dumps(first.scheduler.save())), first.referee
-    begun = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
-    assert {WeightsVersion(referee.step), *map(WeightsVersion, begun.values())} <= set(
+    started = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
+    assert {WeightsVersion(referee.step), *map(WeightsVersion, started.values())} <= set(
         first.scheduler.kept
     )
 
@@ -175,7 +175,7 @@ def test_a_resumed_run_continues_from_the_end_of_a_step(plan, seed, trouble, wor
 
 
 def at_step_end(plan, seed=0, trouble=0.0, workers=2, flat_share=0.4, step=1):
-    """A run in which `step` steps have just ended."""
+    """Returns a run in which `step` steps have just ended."""
     found = world(plan, seed, trouble, workers, flat_share)
     found.start()
     while found.referee.step < step:
@@ -358,13 +358,13 @@ def test_lag_and_fraction_bound_the_chunks_that_start_early(max_policy_lag, shar
     )
     pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
     pool.drain([(Train,)])
-    begun = {c.chunk for c in pool.issued if isinstance(c, Generate)}
-    assert sorted(f.index for f in begun if f.step == 1) == list(range(expected))
-    assert all(f.step <= 1 for f in begun)
+    started = {c.chunk for c in pool.issued if isinstance(c, Generate)}
+    assert sorted(f.index for f in started if f.step == 1) == list(range(expected))
+    assert all(f.step <= 1 for f in started)
 
 
 def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
-    """Other workers sample ahead meanwhile, and each update begins with the end of its step's last piece."""
+    """Other workers start the next step, and each update starts when its step's last piece ends."""
     pool = Pool(
         dataclasses.replace(PLAIN, max_policy_lag=1, max_off_policy_fraction=1.0),
         roles=(SAMPLE_FIRST,) * 2,
@@ -374,8 +374,8 @@ def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
     pool.drain([(Train, "r0")])
     step = pool.scheduler.steps[0]
     assert step.left == 0 and not step.set_trained
-    ahead = {c.worker for c in pool.issued if isinstance(c, Generate) and c.chunk.step == 1}
-    assert ahead and TRAINER not in ahead
+    early = {c.worker for c in pool.issued if isinstance(c, Generate) and c.chunk.step == 1}
+    assert early and TRAINER not in early
 
     plan = dataclasses.replace(PLAIN, groups=32, images=1, max_policy_lag=1, passes=8)
     costs = dataclasses.replace(COSTS, update=1.0, score_latency=3.0)
@@ -395,24 +395,24 @@ def test_the_clock_of_a_resumed_scheduler_is_that_of_its_process():
     assert found.now > 5
     scheduler = Scheduler(plan, None, found.save())
     for time in (0.5, 2.0):
-        scheduler.handle(Removed(time, "nobody"))
+        scheduler.handle(Removed(time, "unknown"))
         assert scheduler.now == time
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 def test_a_run_resumes_with_other_chunks_and_workers(chunk):
-    """Chunks begun by an older version keep it, in any new division into units."""
+    """Chunks started by an older version keep it, in any new division into units."""
     plan = dataclasses.replace(PLAIN, steps=4, groups=4, max_policy_lag=1, chunk_images=2)
     saved = at_step_end(plan, seed=2).scheduler
     old = saved.steps[1]
-    begun = {i for i, group in enumerate(old.groups) if group.version == 0}
-    assert begun and saved.kept == [WeightsVersion(0), WeightsVersion(1)]
+    started = {i for i, group in enumerate(old.groups) if group.version == 0}
+    assert started and saved.kept == [WeightsVersion(0), WeightsVersion(1)]
     cut = dataclasses.replace(plan, chunk_images=chunk)
     other = Costs(generate=9.0, train=1.0)
     scheduler = Scheduler(cut, other, json.loads(json.dumps(saved.save())))
     per_unit = cut.unit_images // plan.images
     units = {i for i, group in enumerate(scheduler.steps[1].groups) if group.version == 0}
-    assert units == {i // per_unit for i in begun}
+    assert units == {i // per_unit for i in started}
     assert scheduler.steps[1].off_policy == len(units)
     assert scheduler.costs.predict("generate", "r0") == 9.0 * chunk
     assert scheduler.kept == [WeightsVersion(0), WeightsVersion(1)]
@@ -447,14 +447,14 @@ def test_samples_of_workers_that_only_sample_are_spread_over_those_that_train():
 EVALUATED = dataclasses.replace(
     PLAIN, groups=4, evaluate_every=1, evaluation_images=4, evaluation_batch=2
 )
-DEAR = dataclasses.replace(COSTS, evaluate=3.0)
+SLOW_EVALUATION = dataclasses.replace(COSTS, evaluate=3.0)
 
 
 @pytest.mark.parametrize("roles", [TRAIN_ONLY, SAMPLE_FIRST])
 def test_every_worker_that_samples_evaluates(roles):
     plan = dataclasses.replace(EVALUATED, evaluation_images=8)
     layout = WorkerLayout(roles=roles), WorkerLayout(roles=SAMPLE_ONLY)
-    report = simulate(layout, DEAR, plan, 2)
+    report = simulate(layout, SLOW_EVALUATION, plan, 2)
     workers = {i.worker for i in report.intervals if i.kind == "evaluate"}
     assert workers == ({"rollout 0"} if roles == TRAIN_ONLY else {"rollout 0", TRAINER})
 

@@ -1,7 +1,7 @@
-"""Executors whose delays, failures and losses are drawn at random, and a referee that checks every command.
+"""Executors whose delays, failures and disconnects are random, and a referee that checks every command.
 
-The referee keeps its own records of the commands and completions, from the definitions in words; it
-shares nothing with the scheduler but the commands.
+The referee keeps its own records of the commands and completions. Its checks follow the definitions in the docs; it
+shares only the commands with the scheduler.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from digen_jax.scheduling.commands import (
 
 
 def values_of(seed, chunk, settings, flat_share):
-    """A chunk's values: a function of its images alone, some groups all equal."""
+    """Returns a chunk's values, which depend only on its images; all are equal in some groups."""
     first = chunk.index * settings.chunk_images
     return tuple(
         value_of_image(seed, chunk.step, j, settings, flat_share)
@@ -53,7 +53,7 @@ def is_flat(seed, step, group, flat_share):
 
 @functools.cache
 def members_of(seed, step, settings, flat_share):
-    """By definition: the first P informative groups by index, then flat ones; in order of rank."""
+    """Returns the members by definition, ranked: the first P informative groups by index, then flat ones."""
     if not settings.max_candidates:
         return list(range(settings.groups))
     candidates = range(settings.max_candidates)
@@ -63,7 +63,7 @@ def members_of(seed, step, settings, flat_share):
 
 
 class Referee:
-    """Checks every command against what has happened so far."""
+    """Checks every command against the earlier commands and completions."""
 
     def __init__(self, settings, seed, flat_share):
         self.settings, self.seed, self.flat_share = settings, seed, flat_share
@@ -87,7 +87,7 @@ class Referee:
         self.serials = set()
         self.open_groups = set()
         self.alive = set()
-        self.gone = set()  # dropped chunks
+        self.dropped_chunks = set()
         self.in_a_row = Counter()  # failures of a worker in a role
 
     def groups_of(self, chunk):
@@ -121,7 +121,7 @@ class Referee:
         f = c.chunk
         assert c.weights_version in self.held[c.worker] and c.weights_version not in self.dropped
         assert f.evaluation or f.step in self.encoded[c.worker]
-        # If another worker takes the role over meanwhile, a worker still does what it has begun.
+        # A worker finishes the chunk that it has started, even if another worker has the role by then.
         assert "sample" in self.roles[c.worker] or c.worker in self.sampling
         self.sampling.discard(c.worker)
         if f.evaluation:
@@ -149,7 +149,7 @@ class Referee:
     def check_train(self, c):
         f, s = c.chunk, self.settings
         assert not f.evaluation and f.step == self.step and "train" in self.roles[c.worker]
-        assert f in self.scored and c.worker in self.holders[f] and f not in self.gone
+        assert f in self.scored and c.worker in self.holders[f] and f not in self.dropped_chunks
         assert WeightsVersion(self.step, update=self.update) in self.held[c.worker]
         assert all(self.group_version[group] == c.version for group in self.groups_of(f))
         assert c.update == self.update and c.first >= 0 and c.count > 0
@@ -233,12 +233,12 @@ class Referee:
 
     def check_drop_chunks(self, c):
         for f in c.chunks:
-            assert f not in self.passes and f not in self.gone
+            assert f not in self.passes and f not in self.dropped_chunks
             assert all(
                 g not in members_of(self.seed, f.step, self.settings, self.flat_share)
                 for _, g in self.groups_of(f)
             )
-            self.gone.add(f)
+            self.dropped_chunks.add(f)
 
     def ended(self, group):
         """Whether a group is completely trained, or does not belong to its step."""
@@ -310,7 +310,7 @@ class Referee:
                 del self.passes[f]
         self.lose_samples()
 
-    def lost(self, worker, in_flight, kept):
+    def disconnected(self, worker, in_flight, kept):
         self.alive.discard(worker)
         self.held.pop(worker, None)
         self.encoded.pop(worker, None)
@@ -342,12 +342,12 @@ class Referee:
                     self.scored.discard(f)
 
     def may(self, role, name):
-        """Whether a worker has a role now, or would if nobody had it."""
+        """Whether a worker has a role, or would have it if no other worker did."""
         own = role in (*self.first_roles[name], *self.spare[name])
         return own and role not in self.failed_roles[name]
 
     def note_roles(self):
-        """Who has which role; if nobody may have one, it returns to those that lost it, with no failure counted."""
+        """Assigns roles; one that no worker may have returns to the workers that lost it, without counted failures."""
         for role in ("sample", "train"):
             if not any(self.may(role, name) for name in self.alive):
                 for name in self.alive:
@@ -364,7 +364,7 @@ class Referee:
                         self.roles[name] += (role,)
 
     def finish(self):
-        """The conditions that a whole run must fulfil."""
+        """Checks the conditions of a complete run."""
         s = self.settings
         expected = Counter()
         for step in range(s.steps):
@@ -381,7 +381,7 @@ class Referee:
         assert sorted(self.evaluated) == due
         dropped = {WeightsVersion(v) for v in range(s.steps - s.max_policy_lag)}
         dropped |= {WeightsVersion(v, True) for v in due if s.separate_eval_weights}
-        assert self.dropped == dropped, "a version was kept for ever"
+        assert self.dropped == dropped, "a version was never dropped"
 
 
 BOTH = [("sample", "train"), ("train", "sample")]
@@ -390,7 +390,7 @@ ROLES = {"encode": "sample", "generate": "sample", "decode": "sample", "train": 
 
 @dataclasses.dataclass
 class World:
-    """Completes commands in flight in any order; sometimes a worker is lost, joins, or fails."""
+    """Completes commands in flight in any order; sometimes a worker disconnects, joins, or fails."""
 
     scheduler: object
     referee: Referee
@@ -404,7 +404,7 @@ class World:
         self.in_flight, self.failures, self.log = {}, Counter(), []
 
     def send(self, event):
-        """One event to the scheduler, its commands to the referee."""
+        """Sends an event to the scheduler, and the resulting commands to the referee."""
         commands = self.scheduler.handle(event)
         self.log.append((event, commands))
         for command in commands:
@@ -414,10 +414,10 @@ class World:
         return commands
 
     def start(self, roles=None):
-        """The first workers join, the home worker last.
+        """Joins the first workers, the home worker last.
 
         Args:
-          roles: of each of the others; None: `workers` of them, with roles drawn at random.
+          roles: Roles of each other worker. None means `workers` of them, with random roles.
         """
         for one in [None] * self.workers if roles is None else roles:
             self.join(one)
@@ -429,7 +429,7 @@ class World:
         return self.add(TRAINER, self.rng.choice(BOTH) if roles is None else BOTH[0])
 
     def join(self, roles=None):
-        """Another worker joins; its roles are drawn at random if they are not given."""
+        """Joins another worker; `roles` of None means random ones."""
         one = self.rng.choice([("sample",), ("sample",), ("train",)])
         drawn = self.rng.choice([one, self.rng.choice(BOTH)])
         if self.referee.settings.early:
@@ -444,7 +444,7 @@ class World:
         r.note_roles()
         self.send(Joined(self.now, name, roles, spare))
 
-    def lose(self, name):
+    def disconnect(self, name):
         r = self.referee
         unscored = {
             f
@@ -452,27 +452,27 @@ class World:
             if f not in r.scored
             and (maker == name or (f in r.handed_on and not r.holders[f] - {name}))
         }
-        gone = [
+        serials = [
             s
             for s, c in self.in_flight.items()
             if name in (getattr(c, "worker", ""), getattr(c, "to", ""))
             or (isinstance(c, Score) and c.chunk in unscored)
         ]
-        ghosts = [self.in_flight.pop(serial) for serial in gone]
-        self.referee.lost(name, ghosts, self.in_flight.values())
+        interrupted = [self.in_flight.pop(serial) for serial in serials]
+        self.referee.disconnected(name, interrupted, self.in_flight.values())
         self.send(Removed(self.now, name))
-        for ghost in ghosts:  # late reports of a lost worker
+        for command in interrupted:  # late replies of the disconnected worker
             if self.rng.random() < 0.5:
-                self.send(Completed(self.now, ghost, 1.0, (1.0, 2.0)))
+                self.send(Completed(self.now, command, 1.0, (1.0, 2.0)))
 
     def tick(self):
-        """One more event."""
+        """Sends one more event."""
         self.now += self.rng.expovariate(1.0)
         others = sorted(self.referee.alive - {TRAINER})
         if self.rng.random() < self.trouble:
-            kind = self.rng.choice(["lose", "join"])
-            if kind == "lose" and others:
-                return self.lose(self.rng.choice(others))
+            kind = self.rng.choice(["disconnect", "join"])
+            if kind == "disconnect" and others:
+                return self.disconnect(self.rng.choice(others))
             if kind == "join" and self.born < 12:
                 return self.join()
         assert self.in_flight, "deadlock"
@@ -500,7 +500,7 @@ class World:
         return self.send(Completed(self.now, command, self.rng.expovariate(1.0), values))
 
     def may_fail(self, command):
-        """Each piece of work may fail `retries` times."""
+        """Returns whether the command may fail: each piece of work may fail `retries` times."""
         r = self.referee
         if isinstance(command, Update) and not set(command.trained) <= r.alive:
             return self.rng.random() < 0.5
@@ -529,7 +529,7 @@ class World:
         return True
 
     def run(self, limit=100_000):
-        """Starts, if that was not done, and continues until the scheduler is finished."""
+        """Starts the workers unless they have, and continues until the scheduler is finished."""
         if not self.log:
             self.start()
         while not self.scheduler.finished:
