@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from digen_jax.scheduling.commands import SAMPLE, TRAIN
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
+from digen_jax.scheduling.simulator import Disturbance, Report, WorkerLayout, simulate
 
 RATIOS = {"1:8": 1 / 8, "1:4": 1 / 4, "1:2": 1 / 2, "1:1": 1.0, "2:1": 2.0, "4:1": 4.0, "8:1": 8.0}
 JITTERS = 0.0, 0.02, 0.2
@@ -106,11 +106,19 @@ def simulated(scenario: Scenario, size: PoolSize, ratio: float, jitter: float, s
     costs = dataclasses.replace(costs, update=scenario.update, sync=scenario.sync)
     first, last = (3, 1) if lag else (1, 0)  # unmeasured steps
     steps, noise = size.steps[lag], Disturbance(jitter, seed=seed)
-    report = simulate(workers, costs, settings, first + steps + last, noise, timeline=False)
+    report = simulate(workers, costs, settings, first + steps + last, noise)
     start, end = first - 1, first + steps - 1
     # With lag a step starts before the previous one ends, by a varying amount.
-    work = steps + generate * (report.sampled_early[end] - report.sampled_early[start])
+    sampled = sampled_early(report, end + 1, groups) - sampled_early(report, start + 1, groups)
+    work = steps + generate * sampled
     return report.bound * work / (report.step_ends[end] - report.step_ends[start])
+
+
+def sampled_early(report: Report, step: int, chunks: int) -> float:
+    """Returns the share of a step of `chunks` chunks that was sampled when the previous step ended."""
+    now, made = report.step_ends[step - 1], [i for i in report.intervals if i.kind == "generate"]
+    started = (i for i in made if i.chunk and i.chunk.step == step and i.start < now)
+    return sum(min(1.0, (now - one.start) / one.seconds) for one in started) / chunks
 
 
 @dataclasses.dataclass(frozen=True)

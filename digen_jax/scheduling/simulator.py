@@ -11,13 +11,10 @@ from digen_jax.scheduling.commands import (
     SAMPLE,
     TRAIN,
     TRAINER,
-    Chunk,
     Command,
     Completed,
-    Decode,
     Deliver,
     Event,
-    Generate,
     Interval,
     Joined,
     Recorder,
@@ -65,8 +62,6 @@ class Report:
     bound: float  # seconds of a step in which all devices always sample or train: (G + T) / N
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     step_ends: list[float] = dataclasses.field(default_factory=list)
-    # Share of the next step that was sampled at each step's end.
-    sampled_early: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def step_seconds(self) -> float:
@@ -115,7 +110,6 @@ class Simulation:
         costs: Costs,
         settings: Settings,
         disturbance: Disturbance,
-        timeline: bool,
     ):
         self.costs, self.settings, self.disturbance = costs, settings, disturbance
         self.scheduler = Scheduler(settings, costs)
@@ -123,12 +117,10 @@ class Simulation:
         home, *others = zip(names_of(workers), workers, strict=True)
         self.workers = dict([*others, home])  # the home worker joins last
         self.roles: dict[str, str] = {}  # by worker, of its last command
-        # By worker: the chunk in generation, its start and its end.
-        self.sampling: dict[str, tuple[Chunk, float, float]] = {}
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then by insertion order
         self.pushed = itertools.count()
         self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
-        self.recorder = Recorder() if timeline else None
+        self.recorder = Recorder()
         images = settings.groups * settings.images
         bound = images * (costs.generate + costs.decode + costs.train)
         bound /= sum(worker.devices * worker.speed for worker in workers)
@@ -141,10 +133,9 @@ class Simulation:
         while not self.scheduler.finished:
             _, _, event = heapq.heappop(self.events)
             self._handle(event)
-        if self.recorder:
-            for name in self.workers:
-                self.recorder.end_wait(name, event.at)
-            self.report.intervals = self.recorder.intervals
+        for name in self.workers:
+            self.recorder.end_wait(name, event.at)
+        self.report.intervals = self.recorder.intervals
         return self.report
 
     def _handle(self, event: Any) -> None:
@@ -154,24 +145,11 @@ class Simulation:
         match event:
             case Completed(command=Update(update=update)) if update == self.settings.updates - 1:
                 self.report.step_ends.append(event.at)
-                self.report.sampled_early.append(self._sampled_early(event.at))
-        if self.recorder:
-            # Only workers that the event concerns can start to wait.
-            found = event.command.receiver if isinstance(event, Completed) else event.worker
-            for name in {found, TRAINER} & self.scheduler.workers.keys():
-                if cause := self.scheduler.waits_for(name):
-                    self.recorder.wait(name, cause, event.at)
-
-    def _sampled_early(self, now: float) -> float:
-        """Returns the sampled share of the step that starts now."""
-        step = self.scheduler.steps.get(self.scheduler.step)
-        if step is None:
-            return 0.0
-        started = (span for chunk, *span in self.sampling.values() if chunk.step == step.number)
-        parts = sum(
-            min(1.0, (now - start) / (end - start)) for start, end in started if end > start
-        )
-        return (len(step.chunks) - step.queued - step.sampling + parts) / len(step.chunks)
+        # Only workers that the event concerns can start to wait.
+        found = event.command.receiver if isinstance(event, Completed) else event.worker
+        for name in {found, TRAINER} & self.scheduler.workers.keys():
+            if cause := self.scheduler.waits_for(name):
+                self.recorder.wait(name, cause, event.at)
 
     def _start(self, command: Command, now: float) -> None:
         """Starts a command now, or once a scorer is free; schedules its completion."""
@@ -189,16 +167,11 @@ class Simulation:
                 start = max(now, heapq.heappop(self.scorers))
                 heapq.heappush(self.scorers, start + seconds)
         end = start + seconds
-        if isinstance(command, Generate):
-            self.sampling[command.worker] = command.chunk, start, end
-        elif isinstance(command, Decode):
-            self.sampling.pop(command.worker, None)
         completed = Completed(end, command, end - now, values)
         heapq.heappush(self.events, (end, next(self.pushed), completed))
-        if self.recorder:
-            self._record(self.recorder, command, start, end)
+        self._record(command, start, end)
 
-    def _record(self, recorder: Recorder, command: Command, start: float, end: float) -> None:
+    def _record(self, command: Command, start: float, end: float) -> None:
         """Records the interval of a command; background transfers occupy no worker."""
         name, kind = command.receiver or "reward", command.kind
         chunk = getattr(command, "chunk", None)
@@ -207,7 +180,7 @@ class Simulation:
                 name = f"{kind} {name}"
         elif chunk is not None and chunk.evaluation and name != "reward":
             kind = "evaluate"
-        recorder.work(name, kind, start, end, chunk)
+        self.recorder.work(name, kind, start, end, chunk)
 
 
 def simulate(
@@ -216,12 +189,10 @@ def simulate(
     settings: Settings,
     steps: int,
     disturbance: Disturbance = Disturbance(),
-    timeline: bool = True,
 ) -> Report:
     """Runs the scheduler for `steps` steps; `settings.steps` is ignored.
 
-    The home worker is the first of `workers`, and `costs` are for a worker of one device. Without `timeline`, which is
-    faster, no intervals are recorded.
+    The home worker is the first of `workers`, and `costs` are for a worker of one device.
     """
     settings = dataclasses.replace(settings, steps=steps)
-    return Simulation(workers, costs, settings, disturbance, timeline).run()
+    return Simulation(workers, costs, settings, disturbance).run()
