@@ -148,7 +148,7 @@ class Scheduler(Assigner):
                     self._return_piece(receiver)
                     self._set_idle(receiver)
         scores = [one for one in self.in_flight.values() if isinstance(one, Score)]
-        lost = {one.chunk for one in scores if one.maker == name and self._is_wanted(one.chunk)}
+        lost = {one.chunk for one in scores if one.maker == name}
         for step in self.steps.values():
             lost |= {Chunk(step.number, index) for index in step.remove_worker(name, sums)}
         for score in scores:
