@@ -152,7 +152,7 @@ class Simulation:
                 self.recorder.wait(name, cause, event.at)
 
     def _start(self, command: Command, now: float) -> None:
-        """Starts a command now, or once a scorer is free; schedules its completion."""
+        """Starts a command now, or once a scorer is free; records its interval and schedules its completion."""
         worker = self.workers.get(getattr(command, "worker", ""))
         jitter, draw = self.disturbance.jitter, self.random.random
         seconds = seconds_of(command, worker, self.costs, self.settings, jitter, draw)
@@ -169,14 +169,10 @@ class Simulation:
         end = start + seconds
         completed = Completed(end, command, end - now, values)
         heapq.heappush(self.events, (end, next(self.pushed), completed))
-        self._record(command, start, end)
-
-    def _record(self, command: Command, start: float, end: float) -> None:
-        """Records the interval of a command; background transfers occupy no worker."""
         name, kind = command.receiver or "reward", command.kind
         chunk = getattr(command, "chunk", None)
         if isinstance(command, SyncWeights | Deliver):
-            if self.scheduler.workers[name].busy != command.serial:
+            if self.scheduler.workers[name].busy != command.serial:  # in the background
                 name = f"{kind} {name}"
         elif chunk is not None and chunk.evaluation and name != "reward":
             kind = "evaluate"

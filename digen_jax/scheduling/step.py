@@ -59,9 +59,7 @@ class Step:
 
     def __init__(self, number: int, settings: Settings):
         self.number, self.settings = number, settings
-        self.candidates = Candidates(
-            settings.units, settings.set_units, settings.max_candidates, settings.oversampled_groups
-        )
+        self.candidates = Candidates(settings)
         self.groups: list[Group] = []
         self.chunks: list[ChunkState] = []
         self.queue: list[int] = []  # heap of queued chunks
@@ -399,12 +397,13 @@ class Candidates:
     group counts as informative.
     """
 
-    def __init__(self, wanted: int, first_set: int, most: int, redundant: int):
-        """Opens the first candidates. `most` of 0 means no dynamic sampling."""
-        self.wanted, self.most, self.dynamic = wanted, most or wanted, bool(most)
-        self.verdicts: list[str | None] = [None] * (wanted + redundant)
+    def __init__(self, settings: Settings):
+        """Opens the first candidates."""
+        self.wanted, self.most = settings.units, settings.max_candidates
+        self.dynamic = self.most > 0
+        self.verdicts: list[str | None] = [None] * (self.wanted + settings.oversampled_groups)
         self.filled: list[int] = []  # groups without variance that fill up the step
-        self.current, self.full = Frontier(first_set), Frontier(wanted)
+        self.current, self.full = Frontier(settings.set_units), Frontier(self.wanted)
         self._advance()
 
     def _advance(self) -> None:

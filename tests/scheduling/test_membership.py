@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from digen_jax.scheduling.settings import Settings
 from digen_jax.scheduling.step import Candidates
 
 
@@ -29,9 +30,10 @@ def certain(flat_by_group, known, wanted, most):
 
 @pytest.mark.parametrize(("wanted", "spare", "most"), [(1, 0, 3), (2, 0, 4), (2, 1, 4), (3, 1, 5)])
 def test_members_are_the_first_informative_candidates_in_any_order(wanted, spare, most):
+    settings = Settings(1, wanted, 1, 1, max_candidates=most, oversampled_groups=spare)
     for flat in itertools.product([False, True], repeat=most):
         for order in itertools.permutations(range(most)):
-            candidates = Candidates(wanted, wanted, most, spare)
+            candidates = Candidates(settings)
             known = []
             while not candidates.step_known:
                 opened = [g for g in order if g < len(candidates.verdicts) and g not in known]
