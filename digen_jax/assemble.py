@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -49,49 +49,29 @@ def build(
 ) -> System:
     """Builds all parts of a run. Detects errors of config and model before it loads weights.
 
-    See `open_parts` for `mesh`. Without `encoded`, precomputed prompts are read from the local cache.
+    See `open_parts` for `mesh`. A trainer whose rollout workers are separate processes loads the components that only
+    sampling needs when it has to sample. Without `encoded`, precomputed prompts are read from the local cache.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
     """
-    folder, family, placement, start = open_parts(config, devices, mesh)
+    folder, family, placement, _ = parts = open_parts(config, devices, mesh)
+    late = mesh is not None and config.placement.rollout.data > 0
+    frozen = {} if late else parameter_shapes(config, family).frozen
     with prefix_errors("config.model.folder: "):
-        shapes = parameter_shapes(config, family)
-        check_parts(family, folder, {*family.trained, *shapes.frozen})
-        kept = config.precision.frozen
-        # Trained parameters are float32; with a LoRA, the base parameters are frozen.
-        dtype = kept if config.lora.rank else "float32"
-        trained = read_parts(family, folder, family.trained, placement.trainer, dtype)
-        frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
-    if shapes.encode:
-        encoded = encoded or _stored_prompts(config, folder, family)
-    return connect(config, placement, family, trained, frozen, start, encoded)
-
-
-def build_trainer(
-    config: TrainConfig, devices: Sequence[jax.Device], encoded: PrecomputedPrompts | None = None
-) -> System:
-    """Like `build`, in the process of one training worker.
-
-    With rollout workers, components that only sampling needs are loaded when this worker has to sample.
-
-    Raises:
-      ConfigError: The model is invalid, or there are too few devices.
-    """
-    if not config.placement.rollout.data:
-        system = build(config, devices, "trainer", encoded)
-        return system.with_scorers(_scorers(config, system.placement.rollout))
-    folder, family, placement, lora = parts = open_parts(config, devices, "trainer")
-    start, base = _split_on(config, parts, placement.trainer)
+        check_parts(family, folder, frozen)
+    encoded = encoded or _stored_prompts(config, folder, family)
+    start, base = _read_trained(config, parts, placement.trainer)
+    if not late:
+        frozen = _read_frozen(config, parts, placement.rollout)
+        system = connect(config, placement, family, start, base, frozen, encoded)
+        return system if mesh is None else system.with_scorers(_scorers(config, placement.rollout))
     policy = policies.make_policy(config, family)
-    if encoded is None and is_precomputed(config, family):
-        encoded = _stored_prompts(config, folder, family)
 
     def sampling_on(group: DeviceGroup) -> Rollout:
         print("loading text encoders and VAE so that the trainer can sample", flush=True)
-        return _rollout_on(config, parts, group, policy.sampler_base(base), encoded)
+        return _read_rollout(config, parts, group, policy.sampler_base(base), encoded)
 
-    start = start if lora is None else lora
     return make_system(config, placement, policy, start, base, (), sampling_on)
 
 
@@ -107,30 +87,39 @@ def build_rollout(
     """
     parts = open_parts(config, devices, "rollout")
     group = parts.placement.rollout
-    _, base = _split_on(config, parts, group)
+    _, base = _read_trained(config, parts, group)
     base = policies.make_policy(config, parts.family).sampler_base(base)
-    return _rollout_on(config, parts, group, base, encoded)
+    return _read_rollout(config, parts, group, base, encoded)
 
 
-def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple:
-    """Loads the trained components onto a local mesh and splits them; see `split`."""
-    with prefix_errors("config.model.folder: "):
-        check_parts(parts.family, parts.folder, parts.family.trained)
-        dtype = config.precision.frozen if config.lora.rank else "float32"
-        trained = read_parts(parts.family, parts.folder, parts.family.trained, group, dtype)
-    return split(config, parts.family, trained, group)
-
-
-def _rollout_on(
+def _read_rollout(
     config: TrainConfig, parts: "Parts", group: DeviceGroup, base: Any, encoded: Any
 ) -> Rollout:
-    folder, family, *_ = parts
+    policy, frozen = policies.make_policy(config, parts.family), _read_frozen(config, parts, group)
+    rollout = make_rollout(config, policy, group, base, frozen, encoded)
+    return rollout._replace(scorers=_scorers(config, group))
+
+
+def _read_trained(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple:
+    """Loads the trained components onto a mesh and splits them; see `split`."""
+    # Trained parameters are float32; with a LoRA, the base parameters are frozen.
+    dtype = config.precision.frozen if config.lora.rank else "float32"
+    trained = _read(parts, parts.family.trained, group, dtype)
+    start, base = split(config, parts.family, trained, group)
+    return start if parts.start is None else parts.start, base
+
+
+def _read_frozen(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> Params:
+    """Loads the components that are never trained onto a mesh, except text encoders of precomputed prompts."""
+    shapes = parameter_shapes(config, parts.family).frozen
+    return _read(parts, shapes, group, config.precision.frozen)
+
+
+def _read(parts: "Parts", names: Iterable[str], group: DeviceGroup, dtype: str) -> Params:
+    """Loads components onto a mesh, after checking the files of all of them."""
     with prefix_errors("config.model.folder: "):
-        shapes = parameter_shapes(config, family).frozen
-        check_parts(family, folder, shapes)
-        frozen = read_parts(family, folder, shapes, group, config.precision.frozen)
-    found = make_rollout(config, policies.make_policy(config, family), group, base, frozen, encoded)
-    return found._replace(scorers=_scorers(config, group))
+        check_parts(parts.family, parts.folder, names)
+        return read_parts(parts.family, parts.folder, names, group, dtype)
 
 
 def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> "tuple[RewardModel, ...]":
@@ -209,8 +198,10 @@ def open_encoders(
 
 def _stored_prompts(
     config: TrainConfig, folder: pathlib.Path | None, family: Family
-) -> PrecomputedPrompts:
-    """See `prompt_store.stored_prompts`."""
+) -> PrecomputedPrompts | None:
+    """See `prompt_store.stored_prompts`. Returns None if the text encoders run in each step."""
+    if not is_precomputed(config, family):
+        return None
     from digen_jax.prompt_store import stored_prompts  # only runs that precompute prompts need it
 
     return stored_prompts(config, folder, family)
@@ -236,21 +227,21 @@ def connect(
     config: TrainConfig,
     placement: Placement,
     family: Family,
-    trained: Params,
+    start: Any,
+    base: Any,
     frozen: Params,
-    lora: Any = None,
     encoded: PrecomputedPrompts | None = None,
 ) -> System:
-    """Builds the parts of a run from a model's components by name.
+    """Builds the parts of a run from its parameters, or from their shapes.
 
-    Components `trained` are on the trainer's mesh, `frozen` ones on the rollout mesh. None for the initial `lora`
-    factors means new ones. `encoded` are precomputed prompts, instead of text encoders.
+    `start` and `base` (see `split`) are on the trainer's mesh, the components `frozen` on the rollout mesh. `encoded`
+    are precomputed prompts, instead of text encoders.
     """
-    start, base = split(config, family, trained, placement.trainer)
-    start = start if lora is None else lora
-    return _around(
-        config, placement, policies.make_policy(config, family), start, base, frozen, encoded
-    )
+    policy = policies.make_policy(config, family)
+    sampler_base = policy.sampler_base(base)
+    first = make_rollout(config, policy, placement.rollout, sampler_base, frozen, encoded)
+    others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
+    return make_system(config, placement, policy, start, base, (first, *others))
 
 
 def split(config: TrainConfig, family: Family, trained: Params, group: DeviceGroup) -> tuple:
@@ -276,9 +267,8 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     shapes = parameter_shapes(config, family)
     start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
-    encoded = _stored_prompts(config, None, family) if shapes.encode else None
-    policy = policies.make_policy(config, family)
-    system = _around(config, placement, policy, start, base, frozen, encoded)
+    encoded = _stored_prompts(config, None, family)
+    system = connect(config, placement, family, start, base, frozen, encoded)
     return system.with_scorers(_scorers(config, placement.rollout, abstract=True))
 
 
@@ -301,22 +291,6 @@ def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     frozen = {part: tree for part, tree in shapes.items() if part in others}
     base, frozen = shapes_in_dtype((base, frozen), config.precision.frozen)
     return ParameterShapes(tuned, base, frozen, encode)
-
-
-def _around(
-    config: TrainConfig,
-    placement: Placement,
-    policy: Policy,
-    start: Any,
-    base: Any,
-    frozen: Params,
-    encoded: PrecomputedPrompts | None,
-) -> System:
-    """Builds the parts of a run from placed parameters."""
-    sampler_base = policy.sampler_base(base)
-    first = make_rollout(config, policy, placement.rollout, sampler_base, frozen, encoded)
-    others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
-    return make_system(config, placement, policy, start, base, (first, *others))
 
 
 def make_rollout(

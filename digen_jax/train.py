@@ -17,6 +17,7 @@ With several workers, `scheduling/scheduler.py` assigns work to each, by the sam
 """
 
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -37,15 +38,23 @@ from digen_jax.logging.workdir import check_there
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.policies import place_here, place_processes
 from digen_jax.process import job
-from digen_jax.process.job import Place, join_job
+from digen_jax.process.job import START_TIMEOUT, Place, join_job
 from digen_jax.process.shutdown import Interrupt, mark_hung
 from digen_jax.process.terminal import complete_lines
-from digen_jax.runtime import checkpointing, opening
+from digen_jax.runtime import checkpointing
 from digen_jax.runtime.checkpointing import CheckpointStore, TrainCheckpoint
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.opening import CommandBroadcast, coordinating, follow_run
+from digen_jax.runtime.opening import (
+    CommandBroadcast,
+    TrainerMesh,
+    coordinating,
+    follow_run,
+    open_scheduler,
+    open_system,
+    restore,
+)
 
 if TYPE_CHECKING:  # imported with Ray's workers
     from digen_jax.distributed.launch import TrainerPart
@@ -101,7 +110,7 @@ def _train_with_workers(
     number = place.process if place else 0
     shares = Shares(engine.find(part.mailbox), number, hosts) if hosts > 1 else None
     if number:
-        mesh = opening.TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
+        mesh = TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
         return follow_run(config, workdir, mesh)
     # In a shared JAX job, the workers must start before this process waits for them.
     joint = place if part.one_job else None
@@ -159,12 +168,16 @@ class TrainingRun:
         self.config, self.workdir = config, workdir
         self.broadcast, self.workers = broadcast, workers
         self.checkpoints = CheckpointStore(workdir, config)
-        parts = config, workdir, broadcast, self.checkpoints, workers
-        self.system, self.rewards = opening.open_system(*parts)
+        broadcast.send("begin", json.dumps([config.as_json(), workdirs.own_claim()]))
+        broadcast.wait_for_answers(START_TIMEOUT)
+        if workers is not None:
+            # A worker may start before the model is loaded here; it skips the prompts before the checkpoint.
+            workers.step = self.checkpoints.oldest() or 0
+        devices = None if workers is None else workers.devices
+        self.system, self.rewards = open_system(config, self.checkpoints, broadcast, devices)
         # If all processes sample and train, one may wait long for another one's compilation.
         waits = job.several() and workers is None
         self.watch = Watch(0 if waits else config.runtime.deadline)
-        broadcast.send("built")
         self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # reason to stop early
         self.prompts = train_prompts(config)
@@ -201,16 +214,11 @@ class TrainingRun:
 
     def resume(self) -> TrainCheckpoint:
         """Restores the newest checkpoint, or initializes the state."""
-        state = self.system.updater.init(self.system.start)
+        found = restore(self.system, self.checkpoints, self.prompts)
         self.system = self.system._replace(start=None)  # replaced by the state
-        found = self.checkpoints.newest(state)
-        self.checkpoints.reserve(state)
-        if found is None:
-            self.log.metrics.truncate(0)
-            return TrainCheckpoint(0, state, None, self.host_state())
-        self.prompts.check(found.host["prompts"]["stream"])
-        self.log.metrics.truncate(found.host["metrics"])
-        return found
+        self.checkpoints.reserve(found.state)
+        self.log.metrics.truncate(found.host.get("metrics", 0))
+        return found if found.host else found._replace(host=self.host_state())
 
     def steps(self, checkpoint: TrainCheckpoint, interrupt: Interrupt) -> TrainCheckpoint:
         """Runs the steps after a checkpoint until the end or a signal; saves and returns the final checkpoint."""
@@ -268,7 +276,7 @@ class TrainingRun:
         executors = Executors(self.system, *given)
         for worker in others:
             executors.join(worker)
-        scheduler = opening.open_scheduler(executors.settings, in_flight, self.config.layout)
+        scheduler = open_scheduler(executors.settings, in_flight, self.config.layout)
         logs = self.log.open_command_log(done), self.broadcast, self.watch, self.log.evaluated
         return Driver(executors, scheduler, self.rewards, in_flight, *logs)
 
@@ -284,7 +292,8 @@ class TrainingRun:
         if (oldest := self.checkpoints.oldest()) is not None:
             self.log.forget(oldest)
         kept = checkpoint.in_flight.kept if checkpoint.in_flight else {}
-        with self.broadcast.collective("save", (checkpoint.done, tuple(kept))):
+        self.broadcast.send("save", (checkpoint.done, tuple(kept)))
+        with self.broadcast.collective():
             self.checkpoints.store(checkpoint)
 
     def check_disk(self) -> None:

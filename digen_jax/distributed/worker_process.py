@@ -336,9 +336,9 @@ class TrainingProcess(RolloutProcess):
 
     def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "System":
         """Loads the model."""
-        from digen_jax.assemble import build_trainer
+        from digen_jax.assemble import build
 
-        return build_trainer(config, devices, self._stored(config))
+        return build(config, devices, "trainer", self._stored(config))
 
     def _build(self, config: "TrainConfig", system: "System", *arguments: Any) -> None:
         """See `RolloutProcess`; `system` is on the worker's mesh."""

@@ -20,7 +20,6 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.logging.command_log import read_log
 from digen_jax.logging.metrics import read_metrics
-from digen_jax.parallel.mesh import put
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards.errors import RewardError
 
@@ -55,7 +54,7 @@ class CheckpointStore(Checkpointer):
 
     def __init__(self, workdir: pathlib.Path, config: TrainConfig):
         super().__init__(workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep)
-        self._seed, self._layout = config.seed, config.layout
+        self._layout = config.layout
 
     def newest(self, state: TrainState) -> TrainCheckpoint | None:
         """Returns the newest checkpoint with the shapes and shardings of `state` (the initial state), or None."""
@@ -63,10 +62,15 @@ class CheckpointStore(Checkpointer):
         if host is None:
             return None
         versions = [int(version) for version in host["kept"]]
-        template = self._arrays(state, dict.fromkeys(versions, state.tuned))
-        found, in_flight = self.restore_latest(template_of(template)), None
-        if found is None:
-            return None
+        template = template_of(_arrays(state, dict.fromkeys(versions, state.tuned)))
+        try:
+            found: Any = self.restore_latest(template)
+        except ValueError:  # older versions also saved a key, which nothing reads
+            mesh = jax.tree.leaves(state.tuned)[0].sharding.mesh
+            replicated = NamedSharding(mesh, PartitionSpec())
+            key = jax.eval_shape(jax.random.key, 0).update(sharding=replicated)
+            found = self.restore_latest(template | {"root_key": key})
+        in_flight = None
         if host["scheduler"] is not None:
             kept = {version: found.arrays["kept"][str(version)] for version in versions}
             in_flight = InFlight(host["scheduler"], kept, host["layout"])
@@ -77,19 +81,18 @@ class CheckpointStore(Checkpointer):
         """Saves a checkpoint, unless it exists. Host data is that of the coordinator."""
         scheduler, kept, _ = checkpoint.in_flight or (None, {}, "")
         own = {"scheduler": scheduler, "kept": sorted(kept), "layout": self._layout}
-        self.save(checkpoint.done, self._arrays(checkpoint.state, kept), checkpoint.host | own)
+        self.save(checkpoint.done, _arrays(checkpoint.state, kept), checkpoint.host | own)
 
     def reserve(self, state: TrainState) -> None:
         """Reserves disk space for a checkpoint. Raises SaveFailed if the disk is full."""
-        self.reserve_space(self._arrays(state, {}))
+        self.reserve_space(_arrays(state, {}))
 
-    def _arrays(self, state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
-        arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
-        if kept:
-            arrays["kept"] = {str(version): tree for version, tree in kept.items()}
-        mesh = jax.tree.leaves(state.tuned)[0].sharding.mesh
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return arrays | {"root_key": put(jax.random.key(self._seed), everywhere)}
+
+def _arrays(state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
+    arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
+    if kept:
+        arrays["kept"] = {str(version): tree for version, tree in kept.items()}
+    return arrays
 
 
 @contextlib.contextmanager

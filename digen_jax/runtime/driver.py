@@ -198,7 +198,8 @@ class Driver:
             return item
         watched = self._watched(item, lambda *late: end_process("the trainer", *late))
         try:
-            with self._broadcast.collective("do", item), watched as stopwatch:
+            self._broadcast.send("do", item)
+            with self._broadcast.collective(), watched as stopwatch:
                 self.executor.do(item)
         except Exception as error:
             if not self._others_may_do(item, error):

@@ -5,7 +5,6 @@ jax.distributed's key-value store. The other processes (`follow_run`) execute th
 processes enqueue the same work in the same order. Only the coordinator writes to the workdir's records.
 """
 
-import contextlib
 import itertools
 import json
 import pathlib
@@ -14,35 +13,27 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from jax._src import distributed  # JAX has no public API for its key-value store
 
-from digen_jax.assemble import (
-    build,
-    build_trainer,
-    held_out_prompts,
-    open_encoders,
-    read_scorers,
-    train_prompts,
-)
+from digen_jax.assemble import build, held_out_prompts, open_encoders, read_scorers, train_prompts
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_checks import report_odd_prompts
+from digen_jax.data.prompt_files import PromptBatches
 from digen_jax.errors import ConfigError
-from digen_jax.logging.workdir import check_shared, own_claim
+from digen_jax.logging.workdir import check_shared
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizers import known_words
 from digen_jax.parallel.placement import MeshRole
 from digen_jax.parallel.system import System
 from digen_jax.policies import place_here, start_warnings
 from digen_jax.process import job, shutdown
-from digen_jax.process.job import START_TIMEOUT
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
 from digen_jax.rewards import Scores
-from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import (
     DISCONNECT_TIMEOUT,
     ArrayTransfer,
@@ -57,11 +48,6 @@ from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.scheduling.commands import WeightsVersion, pack, unpack
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import GUESSED, Settings
-
-if TYPE_CHECKING:  # the last one imports the driver, which imports this module
-    from digen_jax.distributed.workers import RemoteWorkers
-    from digen_jax.parallel.reward_model import RewardModel
-    from digen_jax.precompute import Precomputation
 
 LOG, STOP, ANSWER = "digen_jax/log", "digen_jax/stop", "digen_jax/answer"
 WAIT = 1000  # milliseconds between two checks for signals
@@ -106,10 +92,15 @@ class CommandBroadcast:
             if found:
                 raise ConfigError(found)
 
-    @contextlib.contextmanager
-    def collective(self, kind: str, value: Any = None) -> Iterator[None]:
-        """Sends an entry around collective work. If it fails here, the other processes may hang in it."""
-        self.send(kind, value)
+    @contextmanager
+    def stage(self, kind: str) -> Iterator[None]:
+        """Runs a stage of opening the run. The other processes run it, too, and wait until it has ended here."""
+        yield
+        self.send(kind)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Marks collective work. If it fails here, the other processes may hang in it."""
         try:
             yield
         except BaseException:
@@ -157,7 +148,42 @@ def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
         yield kind, unpack(value)
 
 
-@contextlib.contextmanager
+class RunEnded(Exception):
+    """Raised when the coordinator ended the run; args: (error message or None, exit code or None)."""
+
+
+class FollowedLog:
+    """The command log in the other processes; `received` yields its entries."""
+
+    def __init__(self, received: Iterator[tuple[str, Any]]):
+        self._received = received
+
+    def entry(self) -> tuple[str, Any]:
+        """Returns the next entry. Raises RunEnded."""
+        kind, value = next(self._received)
+        if kind == "end":
+            raise RunEnded(*value)
+        return kind, value
+
+    @contextmanager
+    def stage(self, kind: str) -> Iterator[None]:
+        """Runs a stage of opening the run, and waits until the coordinator has completed it.
+
+        Most errors occur in all processes; the coordinator reports them.
+        """
+        try:
+            yield
+        except ConfigError:
+            self.entry()
+            raise
+        self.entry()
+
+    def collective(self) -> AbstractContextManager:
+        """No-op: any error in this process ends it."""
+        return nullcontext()
+
+
+@contextmanager
 def coordinating() -> Iterator[CommandBroadcast]:
     """Yields the coordinator's broadcast. If the block fails outside collective work, the others get its error."""
     broadcast = CommandBroadcast()
@@ -198,63 +224,50 @@ def exit_failed(error: BaseException) -> None:
 
 def open_system(
     config: TrainConfig,
-    workdir: pathlib.Path,
-    broadcast: CommandBroadcast,
     checkpoints: CheckpointStore,
-    workers: "RemoteWorkers | None" = None,
-) -> tuple[System, RewardPool]:
+    log: CommandBroadcast | FollowedLog,
+    trainer: Sequence[jax.Device] | None = None,
+) -> tuple[System, Any]:
     """Tests the rewards, encodes prompts if they are precomputed, and loads the model.
 
-    `broadcast` sends collective work to the trainer's other processes (`follow_run`). `workers` are those in other
-    processes; None means that all workers are in this one.
+    All processes of the trainer call it. `trainer` are its devices if other workers sample; None means that all devices
+    sample and train.
 
     Returns:
-      The system, and the reward pool, which the caller closes.
+      The system, and in the coordinator the reward pool, which the caller closes.
 
     Raises:
-      ConfigError: A reward, a prompt file or the model is invalid, or the processes' configs differ.
+      ConfigError: A reward, a prompt file or the model is invalid.
     """
-    devices = jax.devices() if workers is None else workers.devices
-    broadcast.send("begin", json.dumps([config.as_json(), own_claim()]))
-    broadcast.wait_for_answers(START_TIMEOUT)
-    oldest = checkpoints.oldest() or 0
-    if workers is not None:
-        # A worker may start before the model is loaded here; it skips the prompts before the checkpoint.
-        workers.step = oldest
-    encoding = _prepare_encoding(config, devices, oldest, "trainer" if workers else None)
-    scorers = () if workers else read_scorers(config, devices)
-    rewards = open_rewards(config)
-    try:
-        broadcast.send("try")
-        try_scorers(config, scorers)
+    mesh: MeshRole | None = None if trainer is None else "trainer"
+    devices = jax.devices() if trainer is None else trainer
+    first, rewards = isinstance(log, CommandBroadcast), None
+    with ExitStack() as failing:  # closes the reward processes, also after Ctrl-C
+        with log.stage("try"):
+            encoding, done = None, checkpoints.oldest() or 0
+            if (parts := open_encoders(config, devices, mesh)) is not None:
+                from digen_jax.precompute import find_missing, reached  # few runs need it
+
+                encoding = find_missing(config, parts, reached(config, done))
+            scorers = () if mesh else read_scorers(config, devices)
+            if first:
+                rewards = open_rewards(config)
+                failing.callback(rewards.close)
+        with log.stage("encode"):
+            try_scorers(config, scorers)
+            if first and encoding is not None:
+                print_warnings(config, encoding.family)
         if encoding is not None:
-            print_warnings(config, encoding.family)
-        with broadcast.collective("encode"):
-            if encoding is not None:
+            with log.collective():
                 encoding.run()
-        system = _build(config, devices, scorers, bool(workers))
-        if encoding is None:
-            print_warnings(config, system.policy.family)
-    except BaseException:  # including Ctrl-C: otherwise the reward processes keep running
-        rewards.close()
-        raise
+        with log.stage("built"):
+            system = build(config, devices, mesh)
+            if mesh is None:
+                system = system.with_scorers(scorers)
+            if first and encoding is None:
+                print_warnings(config, system.policy.family)
+        failing.pop_all()
     return system, rewards
-
-
-def _prepare_encoding(
-    config: TrainConfig, devices: Sequence[jax.Device], done: int, mesh: MeshRole | None
-) -> "Precomputation | None":
-    """Finds the prompts to encode for the steps after `done`. None means that no prompts are precomputed.
-
-    Raises:
-      ConfigError: See `open_encoders` and `precompute.find_missing`.
-    """
-    parts = open_encoders(config, devices, mesh)
-    if parts is None:
-        return None
-    from digen_jax.precompute import find_missing, reached  # only runs that precompute need it
-
-    return find_missing(config, parts, reached(config, done))
 
 
 def print_warnings(config: TrainConfig, family: Family) -> None:
@@ -292,10 +305,6 @@ class TrainerMesh(NamedTuple):
     transfer: ArrayTransfer
 
 
-class RunEnded(Exception):
-    """Raised when the coordinator ended the run; args: (error message or None, exit code or None)."""
-
-
 def follow_run(
     config: TrainConfig, workdir: pathlib.Path, mesh: TrainerMesh | None = None
 ) -> int | None:
@@ -306,7 +315,7 @@ def follow_run(
     jax.devices()  # the other processes block in this call until this one joins
     with Interrupt() as interrupt:
         try:
-            _follow(config, workdir, received_entries(interrupt), mesh)
+            _follow(config, workdir, FollowedLog(received_entries(interrupt)), mesh)
         except RunEnded as end:
             error, code = end.args
         except BaseException as failure:
@@ -317,33 +326,10 @@ def follow_run(
 
 
 def _follow(
-    config: TrainConfig,
-    workdir: pathlib.Path,
-    announced: Iterator[tuple[str, Any]],
-    mesh: TrainerMesh | None,
+    config: TrainConfig, workdir: pathlib.Path, log: FollowedLog, mesh: TrainerMesh | None
 ) -> None:
-    """Executes entries until `RunEnded` is raised."""
-
-    def entry() -> tuple[str, Any]:
-        kind, value = next(announced)
-        if kind == "end":
-            raise RunEnded(*value)
-        return kind, value
-
-    @contextmanager
-    def stage() -> Iterator[None]:
-        """Runs a stage of opening the run, and waits until the coordinator has completed it.
-
-        Most errors occur in all processes; the coordinator reports them.
-        """
-        try:
-            yield
-        except ConfigError:
-            entry()
-            raise
-        entry()
-
-    _, value = entry()
+    """Executes the log until `RunEnded` is raised."""
+    _, value = log.entry()
     try:
         first, claim = json.loads(value)
         config = config if mesh else place_here(config)
@@ -354,43 +340,30 @@ def _follow(
             )
     except ConfigError as error:
         answer(str(error))
-        entry()
+        log.entry()
         raise
     answer("")
-    devices = jax.devices() if mesh is None else mesh.devices
-    with stage():
-        checkpoints = CheckpointStore(workdir, config)
-        oldest = checkpoints.oldest() or 0
-        encoding = _prepare_encoding(config, devices, oldest, "trainer" if mesh else None)
-        scorers = () if mesh else read_scorers(config, devices)
-    with stage():
-        try_scorers(config, scorers)
-    if encoding is not None:
-        encoding.run()
-    with stage():
-        system = _build(config, devices, scorers, bool(mesh))
-    held_out, prompts = held_out_prompts(config), train_prompts(config)
-    state = system.updater.init(system.start)
-    checkpoint = checkpoints.newest(state) or TrainCheckpoint(0, state, None, {})
-    if checkpoint.host:
-        prompts.check(checkpoint.host["prompts"]["stream"])
-    transfer, batches = mesh and mesh.transfer, prompts.since(checkpoint.done)
-    executors = Executors(system, config, held_out, checkpoint, batches, transfer)
+    checkpoints = CheckpointStore(workdir, config)
+    system, _ = open_system(config, checkpoints, log, mesh and mesh.devices)
+    prompts = train_prompts(config)
+    checkpoint = restore(system, checkpoints, prompts)
+    given = held_out_prompts(config), checkpoint, prompts.since(checkpoint.done)
+    executors = Executors(system, config, *given, mesh and mesh.transfer)
     with closing(checkpoints):
         while True:
-            _execute(executors, checkpoints, *entry())
+            _execute(executors, checkpoints, *log.entry())
 
 
-def _build(
-    config: TrainConfig,
-    devices: Sequence[jax.Device],
-    scorers: "tuple[RewardModel, ...]",
-    workers: bool,
-) -> System:
-    """Builds the system of all workers or, with workers in other processes, of the trainer."""
-    return (
-        build_trainer(config, devices) if workers else build(config, devices).with_scorers(scorers)
-    )
+def restore(
+    system: System, checkpoints: CheckpointStore, prompts: PromptBatches
+) -> TrainCheckpoint:
+    """Restores the newest checkpoint, or initializes the state, which consumes `system.start`."""
+    state = system.updater.init(system.start)
+    found = checkpoints.newest(state)
+    if found is None:
+        return TrainCheckpoint(0, state, None, {})
+    prompts.check(found.host["prompts"]["stream"])
+    return found
 
 
 def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, value: Any) -> None:

@@ -31,7 +31,7 @@ from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey
 from digen_jax.runtime.clock import part
-from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, ranked
+from digen_jax.runtime.steps import HeldOut, ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import time_limit
 
@@ -212,7 +212,8 @@ class SamplingExecutor:
                 return found._replace(clips=first.copy())  # frees the other clips
             shown = settings.is_shown(chunk.step + 1)
             places = best_and_worst(values, rows, most if shown else 0)
-            return found._replace(previews=Previews(places, middle_frames(clips)[places]))
+            images = middle_frames(clips)[places]
+            return found._replace(previews=dict(zip(places.tolist(), images, strict=True)))
 
         return then(pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 

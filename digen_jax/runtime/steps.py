@@ -5,7 +5,7 @@ Every process computes prompts and keys from the config. The coordinator collect
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
@@ -147,22 +147,16 @@ class HeldOut:
         return chunk.index * self.batch
 
 
-class Previews(NamedTuple):
-    """Candidates of a chunk for the step's best and worst images."""
-
-    places: Int[np.ndarray, "k"]  # indices in the chunk
-    images: UInt8[np.ndarray, "k h w 3"]
-
-
 class ScoredChunk(NamedTuple):
-    """Scores and previews of a chunk's images."""
+    """Scores of a chunk's images, and the images of which others have a use."""
 
     scores: rewards.Scores
     values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # total reward
     seconds: float = 0.0  # of reward computation
     exchanges: tuple[Exchange, ...] = ()  # requests to servers, in `time.perf_counter` time
     image_stats: Future[ImageStats] | None = None  # if computed
-    previews: Previews | None = None  # of a step
+    # By index in the chunk: candidates for the step's best and worst images.
+    previews: Mapping[int, UInt8[np.ndarray, "h w 3"]] | None = None
     clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first clips
 
 
@@ -217,9 +211,8 @@ class StepScores:
             self.shown.setdefault(name, empty)[cut] = found
         if scored_chunk.image_stats is not None:
             self.image_stats[index] = scored_chunk.image_stats
-        if scored_chunk.previews is not None:
-            places = cut.start + scored_chunk.previews.places
-            self.previews |= zip(places.tolist(), scored_chunk.previews.images, strict=True)
+        for place, image in (scored_chunk.previews or {}).items():
+            self.previews[cut.start + place] = image
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:

@@ -66,7 +66,7 @@ def built(monkeypatch):
     """(seed, surrogate, lag) of each built run; a signal ends the third one after its first step."""
     seen, systems, write = [], {}, MetricsLog.write
 
-    def build(config, devices):
+    def build(config, *_):
         kind = config.algorithm.surrogate, config.runtime.max_policy_lag
         seen.append((config.seed, *kind))
         # Compiled once: the programs do not depend on the seed, except those with a LoRA.

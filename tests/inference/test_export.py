@@ -43,7 +43,7 @@ def by_our_sampler(base, kind):
     state = system.trainer.init(system.start)
     arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
     reader = Checkpointer(trained(base, kind) / "checkpoints", every=1, keep=9)
-    found = reader.restore_latest(template_of(arrays | {"root_key": jax.random.key(0)}))
+    found = reader.restore_latest(template_of(arrays))
     reader.close()
     assert found.step == config.steps
     policy = dataclasses.replace(system.policy, guidance=3.5)

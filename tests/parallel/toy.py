@@ -262,7 +262,8 @@ def system(config: ConfigDict | TrainConfig, devices: int = 8, family: Any = Non
     trained = {part: frozen.pop(part) for part in family.trained}
     trained = jax.device_put(trained, placement.trainer.params(trained))
     frozen = jax.device_put(frozen, placement.rollout.params(frozen))
-    return assemble.connect(asked, placement, family, trained, frozen)
+    start, base = assemble.split(asked, family, trained, placement.trainer)
+    return assemble.connect(asked, placement, family, start, base, frozen)
 
 
 def records(count: int) -> list[dict]:

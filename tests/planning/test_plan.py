@@ -150,7 +150,9 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
         return [ProgramCost(one, compiled, 0.1, 0.0) for one in found if one.command != "evaluate"]
 
     monkeypatch.setattr(estimate, "measure", timed)
-    monkeypatch.setattr(opening, "build", lambda config, found: toy.system(config, len(found)))
+    monkeypatch.setattr(
+        opening, "build", lambda config, found, mesh: toy.system(config, len(found))
+    )
     config = tiny_config(base, "full")
     config = replaced(config, placement="auto", runtime=dict(max_off_policy_fraction=1.0))
     config.steps = 1

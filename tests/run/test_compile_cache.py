@@ -25,7 +25,7 @@ from tests.run.toy_process import get_config
 workdir = pathlib.Path(sys.argv[1])
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
-opening.build = lambda recipe, devices: toy.system(recipe, len(devices))
+opening.build = lambda recipe, devices, mesh: toy.system(recipe, len(devices))
 config = get_config()
 config.prompts.file = config.evaluation.prompts = sys.argv[2]
 config.steps = int(sys.argv[3])

@@ -30,7 +30,7 @@ def follow(monkeypatch, config, workdir, announced):
     monkeypatch.setattr(opening, "answer", answers.append)
     entries = ((kind, unpack(value)) for kind, value in map(json.loads, announced))
     with pytest.raises(opening.RunEnded) as end:
-        opening._follow(config, workdir, entries, None)
+        opening._follow(config, workdir, opening.FollowedLog(entries), None)
     return end.value.args, answers
 
 

@@ -86,7 +86,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
         patch.setattr(built_in, "BUILT_IN", dict(built_in.BUILT_IN))
         toy_process.without_sanity_check()
         patch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
-        patch.setattr(opening, "build", lambda config, devices: toy.system(config, 4))
+        patch.setattr(opening, "build", lambda config, devices, mesh: toy.system(config, 4))
         assert train(load_config(toy_process.get_config(clip)), folder / workdir) is None
 
 

@@ -261,25 +261,16 @@ def test_a_run_without_its_folder_of_checkpoints_is_refused(tmp_path, train, wor
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path, train, workdir):
-    folder = workdir(config(tmp_path, steps=3, checkpoint__every=60), 2)
-    (folder / "checkpoints").mkdir()
-    assert train("run", config(tmp_path, steps=3, checkpoint__every=1)) is None
-
-
-def test_a_run_whose_only_checkpoint_was_deleted_does_not_start_again(tmp_path, train):
+    """Then a folder that is no checkpoint counts as no steps done; without all checkpoints it does not start again."""
+    checkpoints = workdir(config(tmp_path, checkpoint__every=60), 2) / "checkpoints"
+    checkpoints.mkdir()
     assert train("run", config(tmp_path, steps=1, checkpoint__every=1)) is None
-    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "99").mkdir()
+    assert train("run", config(tmp_path, steps=2, checkpoint__every=1)) is None
+    assert saved(tmp_path / "run") == ["1", "2"]
     for folder in checkpoints.iterdir():
         shutil.rmtree(folder)
     with pytest.raises(ConfigError, match=re.escape(str(checkpoints))):
         train("run", config(tmp_path, steps=3, checkpoint__every=1))
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1]
-
-
-def test_a_folder_that_is_no_checkpoint_counts_as_no_steps_done(tmp_path, train):
-    c = config(tmp_path, steps=2, checkpoint__every=1)
-    assert train("run", c) is None
-    (tmp_path / "run" / "checkpoints" / "99").mkdir()
-    assert train("run", config(tmp_path, steps=3, checkpoint__every=1)) is None
-    assert saved(tmp_path / "run")[-1] == "3"
+    assert [line["step"] for line in lines] == [0, 1, 2]

@@ -82,7 +82,7 @@ def main() -> None:
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     mesh.FSDP_MIN_SIZE = 16
     without_sanity_check()
-    opening.build = lambda config, devices: toy.system(config, len(devices))
+    opening.build = lambda config, devices, mesh: toy.system(config, len(devices))
     sys.argv[0] = str(ROOT / "launch" / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -1,15 +1,20 @@
 """Waits of several processes for one another."""
 
+import json
 import math
 import types
 
 import jax
 import pytest
 
+from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
+from digen_jax.logging.workdir import own_claim
+from digen_jax.policies import place_here
 from digen_jax.process import job
 from digen_jax.process.shutdown import Stopped
 from digen_jax.runtime import opening
+from tests.run.test_train import config
 
 
 @pytest.mark.parametrize(
@@ -101,3 +106,17 @@ def test_workers_that_share_a_job_do_not_wait_for_one_another(answers, monkeypat
     assert not job.several() and jax.process_count() == 1
     job.barrier("storing prompts", 5)
     assert len(waits) == 1
+
+
+@pytest.mark.parametrize(("steps", "lock", "named"), [(2, True, "config"), (1, False, "--workdir")])
+def test_another_config_or_workdir_is_answered(tmp_path, monkeypatch, steps, lock, named):
+    """A process that follows the first one reports what differs, and ends with the first one's error."""
+    first, own = (place_here(load_config(config(tmp_path, steps=n))) for n in (1, steps))
+    if lock:
+        (tmp_path / ".lock").write_text(own_claim())
+    begin, answers = json.dumps([first.as_json(), own_claim()]), []
+    monkeypatch.setattr(opening, "answer", answers.append)
+    log = opening.FollowedLog(iter([("begin", begin), ("end", ("refused", None))]))
+    with pytest.raises(opening.RunEnded) as end:
+        opening._follow(own, tmp_path, log, None)
+    assert end.value.args == ("refused", None) and len(answers) == 1 and named in answers[0]

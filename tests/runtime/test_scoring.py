@@ -21,7 +21,7 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer
 from digen_jax.runtime.sampling import SamplingExecutor, best_and_worst
-from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, StepImages, Steps, StepScores
+from digen_jax.runtime.steps import HeldOut, ScoredChunk, StepImages, Steps, StepScores
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 from tests.parallel import toy
@@ -75,10 +75,10 @@ def test_only_previews_of_a_step_leave_the_worker():
     np.testing.assert_allclose(shown.scores.columns[:, 0], [0.3, 0.1, 0.5, 0.5, 0.2, 0.4])
     np.testing.assert_allclose(shown.values, 2 * shown.scores.columns[:, 0])
     # The best two and the worst two, as pictures their middle frames.
-    assert shown.previews.places.tolist() == [1, 2, 3, 4]
-    assert np.array_equal(shown.previews.images, given[[1, 2, 3, 4], 1])
+    assert [*shown.previews] == [1, 2, 3, 4]
+    assert np.array_equal([*shown.previews.values()], given[[1, 2, 3, 4], 1])
     assert shown.clips is None and shown.seconds > 0
-    assert other.previews.places.size == 0 and other.previews.images.shape == (0, 4, 4, 3)
+    assert other.previews == {}
     for one in (shown, other):
         for found, expected in zip(
             one.image_stats.result(), compute_image_stats(given[:, 1]), strict=True
@@ -89,7 +89,7 @@ def test_only_previews_of_a_step_leave_the_worker():
 def test_of_equal_images_those_of_several_prompts_are_shown():
     with judging() as judge:
         found = judge(Chunk(6, 0), clips(9, 9, 9, 9, 9, 9)).result(30)
-    assert found.previews.places.tolist() == [0, 3]
+    assert [*found.previews] == [0, 3]
 
 
 @pytest.mark.parametrize(("version", "frames"), [(7, 3), (2, 1)])
@@ -153,7 +153,7 @@ def scored(known: StepScores, index: int, values: list[float], keep: int) -> Non
     scores, cut = rewards.Scores(np.float32(values)[:, None], {}), known.images.slice_of(index)
     pictures = grey(list(range(cut.start, cut.stop)))
     places = best_and_worst(np.float32(values), known.images.rows[cut], keep)
-    previews, stats = Previews(places, pictures[places]), submit_image_stats(pictures)
+    previews, stats = {place: pictures[place] for place in places}, submit_image_stats(pictures)
     known.add(index, ScoredChunk(scores, image_stats=stats, previews=previews))
 
 
