@@ -24,7 +24,7 @@ from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.parallel.system import Rollout, System, reshard, shapes_in_dtype, sharded_shapes
 from digen_jax.parallel.trainer import Trainer
-from digen_jax.policies import EACH_STEP, encoder_shapes, is_precomputed
+from digen_jax.policies import encoder_shapes, is_precomputed
 from digen_jax.rewards.built_in import on_mesh
 
 if TYPE_CHECKING:  # imported with the learned rewards
@@ -41,31 +41,35 @@ def pipeline_of(config: TrainConfig) -> tuple[pathlib.Path, Family]:
     return folder, family if model.source is None else editing(family, model.source)
 
 
-def build(
-    config: TrainConfig,
-    devices: Sequence[jax.Device],
-    mesh: MeshRole | None = None,
-    encoded: PrecomputedPrompts | None = None,
-) -> System:
-    """Builds all parts of a run. Detects errors of config and model before it loads weights.
+def build(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
+    """Builds a run on all its devices; see `open_parts` and `load_system`."""
+    return load_system(config, open_parts(config, devices))
 
-    See `open_parts` for `mesh`. A trainer whose rollout workers are separate processes loads the components that only
-    sampling needs when it has to sample. Without `encoded`, precomputed prompts are read from the local cache.
+
+def load_system(
+    config: TrainConfig, parts: "Parts", encoded: PrecomputedPrompts | None = None
+) -> System:
+    """Builds all parts of a run, after checking that its model is complete.
+
+    A trainer whose rollout workers are separate processes loads the components that only sampling needs when it has to
+    sample. Without `encoded`, precomputed prompts are read from the local cache.
 
     Raises:
-      ConfigError: The model is invalid, or there are too few devices.
+      ConfigError: The model is invalid.
     """
-    folder, family, placement, _ = parts = open_parts(config, devices, mesh)
-    late = mesh is not None and config.placement.rollout.data > 0
+    family, placement = parts.family, parts.placement
+    late = parts.mesh is not None and config.placement.rollout.data > 0
     frozen = {} if late else parameter_shapes(config, family).frozen
     with prefix_errors("config.model.folder: "):
-        check_parts(family, folder, frozen)
-    encoded = encoded or _stored_prompts(config, folder, family)
+        check_parts(family, parts.folder, frozen)
+    encoded = encoded or _stored_prompts(config, parts.folder, family)
     start, base = _read_trained(config, parts, placement.trainer)
     if not late:
         frozen = _read_frozen(config, parts, placement.rollout)
         system = connect(config, placement, family, start, base, frozen, encoded)
-        return system if mesh is None else system.with_scorers(_scorers(config, placement.rollout))
+        if parts.mesh is not None:
+            system = system.with_scorers(read_scorers(config, placement.rollout))
+        return system
     policy = policies.make_policy(config, family)
 
     def sampling_on(group: DeviceGroup) -> Rollout:
@@ -75,17 +79,13 @@ def build(
     return make_system(config, placement, policy, start, base, (), sampling_on)
 
 
-def build_rollout(
-    config: TrainConfig, devices: Sequence[jax.Device], encoded: PrecomputedPrompts | None
+def load_rollout(
+    config: TrainConfig, parts: "Parts", encoded: PrecomputedPrompts | None
 ) -> Rollout:
     """Builds a rollout worker in a separate process, without the trained parameters, which it gets from the trainer.
 
-    Without `encoded`, precomputed prompts, this process encodes.
-
-    Raises:
-      ConfigError: The model is invalid, or there are too few devices.
+    Without `encoded`, precomputed prompts, this process encodes. Raises ConfigError if the model is invalid.
     """
-    parts = open_parts(config, devices, "rollout")
     group = parts.placement.rollout
     _, base = _read_trained(config, parts, group)
     base = policies.make_policy(config, parts.family).sampler_base(base)
@@ -97,7 +97,7 @@ def _read_rollout(
 ) -> Rollout:
     policy, frozen = policies.make_policy(config, parts.family), _read_frozen(config, parts, group)
     rollout = make_rollout(config, policy, group, base, frozen, encoded)
-    return rollout._replace(scorers=_scorers(config, group))
+    return rollout._replace(scorers=read_scorers(config, group))
 
 
 def _read_trained(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple:
@@ -122,21 +122,13 @@ def _read(parts: "Parts", names: Iterable[str], group: DeviceGroup, dtype: str) 
         return read_parts(parts.family, parts.folder, names, group, dtype)
 
 
-def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> "tuple[RewardModel, ...]":
-    """Loads the rewards that run on rollout meshes onto the first of these, for `System.with_scorers`.
-
-    Raises:
-      ConfigError: A file is missing or invalid, or there are too few devices.
-    """
-    layout = ShardingRules(config.placement.rules)  # their parameters have no logical axes
-    placement = meshes.make_placement(config.placement.meshes, layout, devices)
-    return _scorers(config, placement.rollout)
-
-
-def _scorers(
+def read_scorers(
     config: TrainConfig, group: DeviceGroup, abstract: bool = False
 ) -> "tuple[RewardModel, ...]":
-    """Loads the rewards that run on a mesh, or only their shapes if `abstract`."""
+    """Loads the rewards that run on a mesh, or only their shapes if `abstract`.
+
+    Raises ConfigError if a file is missing or invalid.
+    """
     sections = on_mesh(config.rewards)
     if not sections:
         return ()
@@ -153,6 +145,7 @@ class Parts(NamedTuple):
     family: Family
     placement: Placement
     start: Any  # initial LoRA factors from a file, or None
+    mesh: MeshRole | None = None  # the only one of this process, if workers are separate processes
 
 
 def open_parts(
@@ -180,20 +173,7 @@ def open_parts(
             shapes = family.shapes()
             tuned = {part: shapes[part] for part in policy.tuned}
             start = read_initial_lora(config.lora.path, policy.lora, tuned, family.lists)
-    return Parts(folder, family, placement, start)
-
-
-def open_encoders(
-    config: TrainConfig, devices: Sequence[jax.Device], mesh: MeshRole | None = None
-) -> Parts | None:
-    """Opens the model of a run that precomputes its prompts, like `open_parts`.
-
-    Returns None if the text encoders run in each step.
-    """
-    if config.prompts.encoding == EACH_STEP:
-        return None
-    parts = open_parts(config, devices, mesh)
-    return parts if is_precomputed(config, parts.family) else None
+    return Parts(folder, family, placement, start, mesh)
 
 
 def _stored_prompts(
@@ -269,7 +249,7 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
     encoded = _stored_prompts(config, None, family)
     system = connect(config, placement, family, start, base, frozen, encoded)
-    return system.with_scorers(_scorers(config, placement.rollout, abstract=True))
+    return system.with_scorers(read_scorers(config, placement.rollout, abstract=True))
 
 
 class ParameterShapes(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Shaped
 from tqdm import tqdm
 
-from digen_jax.assemble import Parts, held_out_prompts, open_encoders, train_prompts
+from digen_jax.assemble import Parts, held_out_prompts, open_parts, train_prompts
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import HEADER, EmbeddingCache
 from digen_jax.data.prompt_files import read_prompt_files
@@ -29,7 +29,13 @@ from digen_jax.parallel import encoding
 from digen_jax.parallel.encoding import Rows, null_prompt_key, prompt_key
 from digen_jax.parallel.mesh import any_of, fetch
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.policies import EACH_STEP, encoder_shapes, on_devices, reads_null
+from digen_jax.policies import (
+    EACH_STEP,
+    encoder_shapes,
+    is_precomputed,
+    on_devices,
+    reads_null,
+)
 from digen_jax.process.job import barrier, is_first, several
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import track
@@ -184,14 +190,14 @@ class Precomputation:
 
 
 def find_missing(config: TrainConfig, parts: Parts, unique: Sequence[Record]) -> Precomputation:
-    """Finds the prompts to encode among all prompt records of a run, given the result of `open_encoders`.
+    """Finds the prompts to encode among all prompt records of a run, given the result of `open_parts`.
 
     Fast, since it loads no weights.
 
     Raises:
       ConfigError: The cache is invalid, or `Precomputation.check` failed.
     """
-    folder, family, placement, _ = parts
+    folder, family, placement = parts.folder, parts.family, parts.placement
     unconditional = unique if reads_null(config, family) else ()
     nulls = {null_prompt_key(family, record): record for record in unconditional}
     wanted = nulls | {prompt_key(family, record): record for record in unique}
@@ -216,8 +222,8 @@ def precompute_all(config: TrainConfig) -> None:
     for name, value in given.items():
         if not value:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
-    parts = open_encoders(config, devices)
-    if parts is None:
+    parts = open_parts(config, devices)
+    if not is_precomputed(config, parts.family):
         encoding = config.prompts.encoding
         raise ConfigError(
             f"config.prompts.encoding = {encoding!r} runs this model's text encoders in each step: set it to "

@@ -30,6 +30,8 @@ from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion,
 
 if TYPE_CHECKING:
     from digen_jax.config.train_config import TrainConfig
+    from digen_jax.models.family import Family
+    from digen_jax.parallel.placement import MeshRole
     from digen_jax.parallel.system import Rollout, System
     from digen_jax.runtime.sampling import SamplingExecutor
     from digen_jax.runtime.steps import ChunkAdvantages
@@ -56,7 +58,7 @@ class Member(NamedTuple):
 class RolloutProcess:
     """Process of the rollout worker `name`; see `engine.surroundings` for the other arguments."""
 
-    section = "rollout"  # of config.placement
+    section: "MeshRole" = "rollout"  # of config.placement
 
     def __init__(self, name: str, variables: dict[str, str], folder: str, path: list[str]):
         self._name = name
@@ -106,9 +108,9 @@ class RolloutProcess:
         if samples:
             self._open_rewards(config)
         devices = job_devices(axes.devices, f"config.placement.{self.section}")
-        parts = self._read(config, devices)
+        model = self._load(config, devices)
         batches = train_prompts(config).since(first)
-        self._build(config, parts, batches, first, held_out_prompts(config))
+        self._build(config, model, batches, first, held_out_prompts(config))
         if samples:
             self._sampling()
         print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
@@ -123,15 +125,16 @@ class RolloutProcess:
         if self._first and self._pool is None:
             self._pool = open_rewards(config)
 
-    def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "Rollout":
+    def _load(self, config: "TrainConfig", devices: Sequence[Any]) -> Any:
         """Loads the model."""
-        from digen_jax.assemble import build_rollout
+        from digen_jax.assemble import load_rollout, load_system, open_parts
 
-        return build_rollout(config, devices, self._stored(config))
+        parts = open_parts(config, devices, self.section)
+        load = load_rollout if self.section == "rollout" else load_system
+        return load(config, parts, self._stored(config, parts.family))
 
-    def _stored(self, config: "TrainConfig") -> Any:
+    def _stored(self, config: "TrainConfig", family: "Family") -> Any:
         """Returns precomputed prompt embeddings, sent by the driver on request, or None if this worker encodes."""
-        from digen_jax.assemble import pipeline_of
         from digen_jax.parallel.encoding import PrecomputedPrompts
         from digen_jax.policies import encoder_shapes, is_precomputed
 
@@ -140,7 +143,6 @@ class RolloutProcess:
                 raise RowsMissing(missing)
             return [self._rows[text] for text in texts]
 
-        _, family = pipeline_of(config)
         if not is_precomputed(config, family):
             return None
         return PrecomputedPrompts(family, encoder_shapes(config, family), read)
@@ -333,12 +335,6 @@ class TrainingProcess(RolloutProcess):
     """Process of a training worker, which can also sample; results stay in this process until `send`."""
 
     section = "trainer"
-
-    def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "System":
-        """Loads the model."""
-        from digen_jax.assemble import build
-
-        return build(config, devices, "trainer", self._stored(config))
 
     def _build(self, config: "TrainConfig", system: "System", *arguments: Any) -> None:
         """See `RolloutProcess`; `system` is on the worker's mesh."""

@@ -20,7 +20,13 @@ import jax
 import numpy as np
 from jax._src import distributed  # JAX has no public API for its key-value store
 
-from digen_jax.assemble import build, held_out_prompts, open_encoders, read_scorers, train_prompts
+from digen_jax.assemble import (
+    held_out_prompts,
+    load_system,
+    open_parts,
+    read_scorers,
+    train_prompts,
+)
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_checks import report_odd_prompts
 from digen_jax.data.prompt_files import PromptBatches
@@ -30,7 +36,7 @@ from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizers import known_words
 from digen_jax.parallel.placement import MeshRole
 from digen_jax.parallel.system import System
-from digen_jax.policies import place_here, start_warnings
+from digen_jax.policies import is_precomputed, place_here, start_warnings
 from digen_jax.process import job, shutdown
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
 from digen_jax.rewards import Scores
@@ -245,27 +251,26 @@ def open_system(
     with ExitStack() as failing:  # closes the reward processes, also after Ctrl-C
         with log.stage("try"):
             encoding, done = None, checkpoints.oldest() or 0
-            if (parts := open_encoders(config, devices, mesh)) is not None:
+            parts = open_parts(config, devices, mesh)
+            if is_precomputed(config, parts.family):
                 from digen_jax.precompute import find_missing, reached  # few runs need it
 
                 encoding = find_missing(config, parts, reached(config, done))
-            scorers = () if mesh else read_scorers(config, devices)
+            scorers = () if mesh else read_scorers(config, parts.placement.rollout)
             if first:
                 rewards = open_rewards(config)
                 failing.callback(rewards.close)
         with log.stage("encode"):
             try_scorers(config, scorers)
-            if first and encoding is not None:
-                print_warnings(config, encoding.family)
+            if first:
+                print_warnings(config, parts.family)
         if encoding is not None:
             with log.collective():
                 encoding.run()
         with log.stage("built"):
-            system = build(config, devices, mesh)
+            system = load_system(config, parts)
             if mesh is None:
                 system = system.with_scorers(scorers)
-            if first and encoding is None:
-                print_warnings(config, system.policy.family)
         failing.pop_all()
     return system, rewards
 

@@ -16,7 +16,6 @@ from benchmarks.training import AsynchronyComparison, compare_asynchrony
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
 from digen_jax.logging.metrics import MetricsLog, read_metrics
-from digen_jax.runtime import opening
 from tests.parallel import toy
 from tests.tiny_runs import prompt_file
 
@@ -66,7 +65,7 @@ def built(monkeypatch):
     """(seed, surrogate, lag) of each built run; a signal ends the third one after its first step."""
     seen, systems, write = [], {}, MetricsLog.write
 
-    def build(config, *_):
+    def build(config):
         kind = config.algorithm.surrogate, config.runtime.max_policy_lag
         seen.append((config.seed, *kind))
         # Compiled once: the programs do not depend on the seed, except those with a LoRA.
@@ -80,7 +79,7 @@ def built(monkeypatch):
         if len(seen) == 3 and step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(opening, "build", build)
+    toy.replace_model(monkeypatch.setattr, build)
     monkeypatch.setattr(MetricsLog, "write", stop)
     return seen
 

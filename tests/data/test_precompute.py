@@ -14,7 +14,7 @@ from diffusers import StableDiffusion3Pipeline
 from ml_collections import ConfigDict
 
 from digen_jax import policies, precompute
-from digen_jax.assemble import build, open_encoders
+from digen_jax.assemble import build, open_parts
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.data import embedding_cache
 from digen_jax.errors import ConfigError
@@ -39,7 +39,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 def encode(config, records, devices: int = 1) -> None:
-    parts = open_encoders(config, jax.devices()[:devices])
+    parts = open_parts(config, jax.devices()[:devices])
     precompute.find_missing(config, parts, records).run()
 
 
@@ -161,7 +161,7 @@ def test_an_exported_run_has_its_t5_in_diffusers(runs, folder, tmp_path):
 
 def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
     LIVE.clear()
-    monkeypatch.setattr(opening, "build", None)
+    monkeypatch.setattr(opening, "load_system", None)
     c = config(prompts__cache=str(tmp_path / "store"), prompts__cache_limit=1e-6)
     with pytest.raises(ConfigError, match=r"config.prompts.cache_limit = 1e-06 .* 1 or more"):
         trained(c, tmp_path / "run")

@@ -110,7 +110,7 @@ def driven(c, devices: int = 8):
     """(metrics of each step, evaluations by version, the timeline's intervals)."""
     config = toy.opened(c)
     system = toy.system(c, devices)
-    system = system.with_scorers(assemble.read_scorers(config, jax.devices()[:devices]))
+    system = system.with_scorers(assemble.read_scorers(config, system.placement.rollout))
     seen, spans, lines = {}, [], []
     held_out = list(itertools.chain(*itertools.islice(batches(3), 2)))[:5]
     options = dict(batches=batches(3), held_out=held_out, evaluated=seen.__setitem__)

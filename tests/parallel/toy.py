@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -264,6 +264,18 @@ def system(config: ConfigDict | TrainConfig, devices: int = 8, family: Any = Non
     frozen = jax.device_put(frozen, placement.rollout.params(frozen))
     start, base = assemble.split(asked, family, trained, placement.trainer)
     return assemble.connect(asked, placement, family, start, base, frozen)
+
+
+def replace_model(patch: Callable[..., Any], build: Callable[[TrainConfig], System]) -> None:
+    """Makes runs train what `build` returns instead of `config.model.folder`; `patch` is such as `setattr`."""
+    family = ToyFamily()
+
+    def open_parts(config, devices, mesh):
+        placement = assemble.placed(config, family, devices, mesh)
+        return assemble.Parts(None, family, placement, None, mesh)
+
+    patch(opening, "open_parts", open_parts)
+    patch(opening, "load_system", lambda config, _: build(config))
 
 
 def records(count: int) -> list[dict]:

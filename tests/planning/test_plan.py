@@ -19,7 +19,6 @@ from digen_jax.planning.estimate import CompiledProgram, ProgramCost
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.planning.programs import step_programs
 from digen_jax.planning.report import table, why
-from digen_jax.runtime import opening
 from digen_jax.scheduling.layouts import PoolLayout, device_bytes
 from digen_jax.scheduling.planner import layouts, make_plan, settings_of
 from digen_jax.scheduling.settings import Costs
@@ -150,9 +149,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
         return [ProgramCost(one, compiled, 0.1, 0.0) for one in found if one.command != "evaluate"]
 
     monkeypatch.setattr(estimate, "measure", timed)
-    monkeypatch.setattr(
-        opening, "build", lambda config, found, mesh: toy.system(config, len(found))
-    )
+    toy.replace_model(monkeypatch.setattr, lambda config: toy.system(config, jax.device_count()))
     config = tiny_config(base, "full")
     config = replaced(config, placement="auto", runtime=dict(max_off_policy_fraction=1.0))
     config.steps = 1

@@ -17,7 +17,6 @@ from digen_jax.process.job import prepare
 prepare()
 import jax
 from digen_jax.config.load import load_config
-from digen_jax.runtime import opening
 from digen_jax.train import train
 from tests.parallel import toy
 from tests.run.toy_process import get_config
@@ -25,7 +24,7 @@ from tests.run.toy_process import get_config
 workdir = pathlib.Path(sys.argv[1])
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
-opening.build = lambda recipe, devices, mesh: toy.system(recipe, len(devices))
+toy.replace_model(setattr, lambda config: toy.system(config, jax.device_count()))
 config = get_config()
 config.prompts.file = config.evaluation.prompts = sys.argv[2]
 config.steps = int(sys.argv[3])

@@ -16,7 +16,6 @@ from digen_jax.logging.metrics import read_metrics
 from digen_jax.logging.workdir import finished_step
 from digen_jax.process import shutdown as ending
 from digen_jax.rewards import built_in
-from digen_jax.runtime import opening
 from digen_jax.train import train
 from tests.learned_rewards.folders import write
 from tests.metrics import assert_same_metrics, metrics
@@ -86,7 +85,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
         patch.setattr(built_in, "BUILT_IN", dict(built_in.BUILT_IN))
         toy_process.without_sanity_check()
         patch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
-        patch.setattr(opening, "build", lambda config, devices, mesh: toy.system(config, 4))
+        toy.replace_model(patch.setattr, lambda config: toy.system(config, 4))
         assert train(load_config(toy_process.get_config(clip)), folder / workdir) is None
 
 

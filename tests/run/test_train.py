@@ -22,7 +22,7 @@ from digen_jax.logging.status import describe, read_status
 from digen_jax.logging.workdir import finished_step
 from digen_jax.rewards.dry_run import synthetic_image
 from digen_jax.rewards.errors import RewardFailed
-from digen_jax.runtime import checkpointing, opening
+from digen_jax.runtime import checkpointing
 from digen_jax.train import train as whole_run
 from tests.logging.test_metrics import scalars
 from tests.metrics import metrics
@@ -258,7 +258,7 @@ def train(tmp_path, monkeypatch):
     """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
 
     def train(workdir, config, event=None, devices=2):
-        def build(train_config, *_):
+        def build(train_config):
             own = train_config.as_json()
             evaluation = own.pop("evaluation")
             kept = [{name: own[name] for name in own.keys() - OF_RUNS}]
@@ -270,7 +270,7 @@ def train(tmp_path, monkeypatch):
             start = jax.tree.map(lambda leaf: leaf + 0, SYSTEMS[key].start)
             return SYSTEMS[key]._replace(start=start)
 
-        monkeypatch.setattr(opening, "build", build)
+        toy.replace_model(monkeypatch.setattr, build)
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
         return whole_run(load_config(config), tmp_path / workdir)
 
@@ -370,10 +370,10 @@ def of_trained_sizes(images, prompts, metadata):
 def test_rewards_are_tried_at_the_evaluations_size(tmp_path, monkeypatch, height, starts):
     c = config(tmp_path, evaluation__height=height, rewards=f"{__name__}:of_trained_sizes")
 
-    def build(*_):
+    def build(_):
         raise InterruptedError
 
-    monkeypatch.setattr(opening, "build", build)
+    toy.replace_model(monkeypatch.setattr, build)
     with pytest.raises(InterruptedError if starts else RewardFailed):
         whole_run(load_config(c), tmp_path / "run")
 

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 
 from digen_jax.parallel import mesh
 from digen_jax.rewards import built_in
-from digen_jax.runtime import opening
 from tests.parallel import toy
 from tests.pipelines import ROOT
 
@@ -82,7 +81,7 @@ def main() -> None:
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     mesh.FSDP_MIN_SIZE = 16
     without_sanity_check()
-    opening.build = lambda config, devices, mesh: toy.system(config, len(devices))
+    toy.replace_model(setattr, lambda config: toy.system(config, jax.device_count()))
     sys.argv[0] = str(ROOT / "launch" / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

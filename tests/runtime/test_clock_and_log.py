@@ -1,6 +1,7 @@
 import contextlib
 import json
 import resource
+import threading
 import time
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.logging.command_log import CommandLog, read_log, since
-from digen_jax.runtime.clock import _length, measured
+from digen_jax.runtime.clock import Watch, _length, measured, paused
 from digen_jax.scheduling.commands import (
     Chunk,
     DropVersion,
@@ -21,6 +22,7 @@ from digen_jax.scheduling.commands import (
     WeightsVersion,
 )
 
+LONG = 120.0  # seconds: until a test ends
 COMMANDS = [
     Generate(1, "rollout 0", Chunk(2, 3), WeightsVersion(1)),
     Score(2, Chunk(2, 3, evaluation=True), "rollout 0"),
@@ -116,3 +118,66 @@ def test_what_a_log_has_no_space_for_is_written_once_there_is_some(tmp_path):
         assert path.read_text() == text
     log.flush()
     assert read_log(path) == (0, COMMANDS)
+
+
+# ----------------------------------------------------------------------------------- the watch
+
+
+def late_in(watch, seconds, block):
+    """Whether a block of this duration was late."""
+    late = []
+    with watch.over(None, late.append):
+        block(seconds)
+    return late
+
+
+def test_only_work_counts_until_a_deadline():
+    watch = Watch(0.4)
+    found, late = [], threading.Event()
+    with watch.over(None, lambda seconds: (found.append(seconds), late.set())):
+        assert late.wait(LONG)
+        time.sleep(0.1)  # for some checks more
+    assert found == [0.4]
+    assert late_in(watch, 0.01, time.sleep) == []
+
+    def wait(seconds):
+        with paused():
+            time.sleep(seconds)
+
+    assert late_in(watch, 1.0, wait) == []
+    assert late_in(Watch(0), 0.1, time.sleep) == []
+    watch.close()
+
+
+def test_a_compiler_at_work_is_not_late(monkeypatch):
+    """Between the event that ends lowering and the one that ends compilation."""
+    watch = Watch(0.4)
+
+    def compiles(seconds):
+        tell = jax.monitoring.record_event_duration_secs
+        tell("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.0)
+        time.sleep(seconds)
+        tell("/jax/core/compile/backend_compile_duration", seconds)
+
+    assert late_in(watch, 1.0, compiles) == []
+    with measured() as stopwatch:
+        compiles(1.0)
+        time.sleep(0.1)
+    assert 0.1 <= stopwatch.seconds < 0.9  # 1.1 with the compilation
+    watch.close()
+
+
+def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
+    """Its clock continues, but the time between two checks counts at most twice its nominal length."""
+    watch = Watch(1.0)
+    seen, real, often = [], time.sleep, threading.Event()
+
+    def sleep(seconds):
+        real(seconds + 0.6)  # as if the process were suspended in each of them
+        seen.append(seconds)
+        if len(seen) == 3:
+            often.set()
+
+    monkeypatch.setattr("digen_jax.runtime.clock.time.sleep", sleep)
+    assert late_in(watch, LONG, often.wait) == [] and often.is_set()
+    watch.close()

@@ -15,6 +15,7 @@ from tests.cases import quick
 from tests.distributed.test_algorithms import assert_same, replayed, run
 from tests.distributed.test_algorithms import config as of_algorithm
 from tests.parallel import toy
+from tests.runtime.test_workers import intercept
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -134,26 +135,6 @@ def systems(exact_and_split):
     return functools.cache(lambda apart: toy.system(config(APART if apart else POOL), 5))
 
 
-class Failing:
-    """Has a method fail, or hang, for a worker from its `first` call on."""
-
-    def __init__(self, monkeypatch, cls, method, worker, first, act):
-        real, self.calls = getattr(cls, method), 0
-
-        def failing(executor, *arguments):
-            if executor.name == worker:
-                self.calls += 1
-                if self.calls >= first:
-                    act()
-            return real(executor, *arguments)
-
-        monkeypatch.setattr(cls, method, failing)
-
-
-def broken():
-    raise RuntimeError("it broke")
-
-
 # A step has 6 chunks of 2 passes; each of three workers trains two chunks in it.
 MOMENTS = {
     "its last piece of a step": (False, OtherTrainingExecutor, "train", 2),
@@ -165,18 +146,29 @@ MOMENTS = {
 def test_a_training_worker_that_fails_changes_nothing(alone, systems, monkeypatch, moment):
     apart, cls, method, first = MOMENTS[moment]
     expected, history = alone
-    failing = Failing(monkeypatch, cls, method, "worker 1", first, broken)
+
+    def fail(name, call):
+        if call >= first:
+            raise RuntimeError("it broke")
+
+    calls = intercept(monkeypatch, method, fail, "worker 1", of=cls)
     c, system = config(APART if apart else POOL), systems(apart)
     state, found, log = toy.drive(system, c, 3)
     assert toy.difference(changed(system, state), expected) < 1e-4
     assert [m["reward"] for m in found] == pytest.approx([m["reward"] for m in history], abs=1e-5)
     last = [c for c in log if isinstance(c, Train)][-GROUPS:]
-    assert failing.calls >= first and "worker 1" not in {c.worker for c in last}
+    assert calls["worker 1"] >= first and "worker 1" not in {c.worker for c in last}
 
 
 def test_a_training_worker_that_hangs_is_removed(alone, systems, monkeypatch, capfd):
     released = threading.Event()
-    Failing(monkeypatch, OtherTrainingExecutor, "train", "worker 2", 3, released.wait)
+    intercept(
+        monkeypatch,
+        "train",
+        lambda name, call: call < 3 or released.wait(),
+        "worker 2",
+        of=OtherTrainingExecutor,
+    )
     c, system = config(POOL, runtime__deadline=4.0), systems(False)
     state, _, log = toy.drive(system, c, 3)
     released.set()

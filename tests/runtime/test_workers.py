@@ -1,7 +1,8 @@
-"""Several workers: failures, asynchrony, their part of a checkpoint, and the replayed log."""
+"""Several workers: what fails or hangs, asynchrony, their part of a checkpoint, and the replayed log."""
 
 import re
 import threading
+import time
 from concurrent.futures import Future
 
 import jax
@@ -13,14 +14,22 @@ from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
-from digen_jax.runtime.array_transfer import TransferError
+from digen_jax.runtime.array_transfer import ArrayTransfer, SamplesKey, TransferError
 from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.driver import WorkerDisconnected
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.sampling import SamplingExecutor, failed
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.runtime.training import TrainingExecutor
-from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Encode,
+    Generate,
+    SyncWeights,
+    Train,
+    Update,
+    WeightsVersion,
+)
 from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -52,6 +61,20 @@ def undisturbed(system):
     return toy.drive(system, config(), 3)
 
 
+def intercept(monkeypatch, method, act, *names, of=SamplingExecutor):
+    """Calls `act(name, n)` before call n of a method on the workers `names`; returns the counts of calls."""
+    real, calls = getattr(of, method), dict.fromkeys(names, 0)
+
+    def intercepted(executor, *arguments):
+        if executor.name in calls:
+            calls[executor.name] += 1
+            act(executor.name, calls[executor.name])
+        return real(executor, *arguments)
+
+    monkeypatch.setattr(of, method, intercepted)
+    return calls
+
+
 def equal_bits(state, other):
     assert jax.tree.structure(state) == jax.tree.structure(other)
     for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
@@ -72,38 +95,22 @@ def replayed(system, config, log, **options):
 # ------------------------------------------------------------------------------------- failures
 
 
-@pytest.fixture
-def fails(monkeypatch):
-    """fails(method, times): on the second worker, `times` calls from the second on raise."""
-
-    def arrange(method, times, workers=(1,)):
-        real, calls = getattr(SamplingExecutor, method), [0, 0]
-
-        def failing(executor, *arguments):
-            (device,) = executor.rollout.group.mesh.devices.flat
-            worker = jax.devices().index(device)
-            if worker in workers:
-                calls[worker] += 1
-                if 1 < calls[worker] <= 1 + times:
-                    text = f"RESOURCE_EXHAUSTED: worker {worker} is out of memory\nBuffers: many"
-                    raise jax.errors.JaxRuntimeError(text)
-            return real(executor, *arguments)
-
-        monkeypatch.setattr(SamplingExecutor, method, failing)
-        return calls
-
-    return arrange
-
-
 @pytest.mark.parametrize("method", ["generate", "decode", "encode"])
 @pytest.mark.parametrize("times", [1, 99])
-def test_a_worker_that_fails_changes_nothing(system, undisturbed, fails, capfd, method, times):
-    calls = fails(method, times)
+def test_a_worker_that_fails_changes_nothing(
+    system, undisturbed, monkeypatch, capfd, method, times
+):
+    def fail(name, call):
+        if 1 < call <= 1 + times:
+            text = "RESOURCE_EXHAUSTED: worker 1 is out of memory\nBuffers: many"
+            raise jax.errors.JaxRuntimeError(text)
+
+    calls = intercept(monkeypatch, method, fail, "rollout 1")
     state, history, log = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     said = capfd.readouterr().err
-    assert calls[1] > 1 and "Traceback" not in said and "Buffers" not in said
+    assert calls["rollout 1"] > 1 and "Traceback" not in said and "Buffers" not in said
     # An encoding is for the chunk that it begins.
     sentence = r"rollout 1: a device ran out of memory during generating chunk \d of step \d \("
     assert re.search(sentence + "RESOURCE_EXHAUSTED: worker 1 is out of memory\\)\n", said)
@@ -154,15 +161,13 @@ def test_missing_arrays_of_a_disconnected_process_are_no_failure(
 
 def test_a_failure_of_a_removed_worker_does_not_end_the_run(system, undisturbed, monkeypatch):
     """What it was at fails by that, in words that would end the run."""
-    real, drivers = SamplingExecutor.generate, []
+    drivers = []
 
-    def generate(executor, chunk, version):
-        if executor.name == "rollout 1":
-            drivers[0].disconnected(executor.name, "leaves, because it was asked to stop")
-            raise Stopped("its prompts have not come")
-        real(executor, chunk, version)
+    def leave(name, call):
+        drivers[0].disconnected(name, "leaves, because it was asked to stop")
+        raise Stopped("its prompts have not come")
 
-    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    intercept(monkeypatch, "generate", leave, "rollout 1")
     with toy.driver(system, config()) as driver:
         drivers.append(driver)
         for _ in range(3):
@@ -219,6 +224,184 @@ def test_scores_of_a_removed_worker_are_ignored(system, undisturbed, monkeypatch
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     assert [maker for chunk, maker in noted if chunk == lost[0]] == ["rollout 0"]
     assert "it is called again" not in capfd.readouterr().err
+
+
+# --------------------------------------------------------------------------- what hangs until a deadline
+
+LONG = 120.0  # seconds: until a test ends
+HANGS = dict(runtime__deadline=1.5)
+
+
+@pytest.fixture
+def end():
+    """Set at a test's end, so that its hung threads do not hang in others."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Threads recorded instead of registered in this process, so that it can end without them."""
+    found = []
+    monkeypatch.setattr(runtime_driver, "mark_hung", found.append)
+    return found
+
+
+@pytest.fixture
+def hang(monkeypatch, end, noted):
+    """hang(method, worker, ..., call=2): this call of each of these workers does not return."""
+
+    def arrange(method, *names, call=2):
+        def wait(name, number):
+            if number == call:
+                end.wait(LONG)
+
+        intercept(monkeypatch, method, wait, *names)
+
+    return arrange
+
+
+def test_a_worker_that_hangs_is_removed_and_changes_nothing(
+    system, undisturbed, hang, noted, capfd
+):
+    hang("generate", "rollout 1")
+    state, history, log = toy.drive(system, config(**HANGS), 3)
+    equal_bits(state, undisturbed[0])
+    assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
+    assert noted == ["rollout 1"]
+    said = capfd.readouterr().err
+    assert "rollout 1 hangs: generating chunk" in said and "runtime.deadline); reassigning" in said
+    assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    equal_bits(replayed(system, config(), log), state)
+
+
+def test_late_results_of_a_removed_worker_are_ignored(system, hang, end):
+    """By then the chunk belongs to another mesh."""
+    hang("decode", "rollout 1", call=1)
+    with toy.driver(system, config(**HANGS)) as driver:
+        late = driver.executor.samplers["rollout 1"]
+        driver.step()
+        end.set()
+        driver.step()
+        deadline = time.monotonic() + LONG
+        while late._trajectories and time.monotonic() < deadline:
+            time.sleep(0.05)
+        offered = driver.executor._transfer._trees
+    assert late.removed and late.images == {}
+    assert not any(isinstance(key, SamplesKey) and key.worker == late.name for key in offered)
+
+
+def test_without_another_worker_the_trainer_does_everything(system, undisturbed, hang, noted):
+    hang("generate", "rollout 0", "rollout 1")
+    state, _, log = toy.drive(system, config(**HANGS), 3)
+    assert any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    assert sorted(noted) == ["rollout 0", "rollout 1"]
+    start = jax.device_get(system.start)
+    change, expected = (
+        jax.tree.map(np.subtract, jax.device_get(done.tuned), start)
+        for done in (state, undisturbed[0])
+    )
+    assert toy.difference(change, expected) < 1e-3
+
+
+def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, monkeypatch):
+    hang("generate", "rollout 0", "rollout 1")
+    real = Executors.do
+
+    def do(executors, command):
+        if getattr(command, "worker", "") == TRAINER and isinstance(command, SyncWeights | Encode):
+            raise MemoryError("no room for a sampler")
+        return real(executors, command)
+
+    monkeypatch.setattr(Executors, "do", do)
+    with toy.driver(system, config(**HANGS)) as driver:
+        with pytest.raises(
+            Stopped, match=r"rollout . and rollout . hung.*could not take over.*room"
+        ):
+            driver.step()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
+
+
+def test_a_weight_sync_that_hangs_removes_its_worker_and_no_update(
+    system, undisturbed, noted, end, monkeypatch
+):
+    """An update consumes published arrays: it waits for their readers, but not forever."""
+    place = threading.local()
+
+    def take(transfer, key, shardings, taker):
+        place.hangs = key == WeightsVersion(1) and taker == "rollout 1"
+        return taken(transfer, key, shardings, taker)
+
+    def ready(tree):
+        if getattr(place, "hangs", False):
+            place.hangs = False
+            end.wait(LONG)
+        return block(tree)
+
+    taken, block = ArrayTransfer.get, jax.block_until_ready
+    monkeypatch.setattr(ArrayTransfer, "get", take)
+    monkeypatch.setattr(jax, "block_until_ready", ready)
+    state, _, log = toy.drive(system, config(**HANGS), 3)
+    equal_bits(state, undisturbed[0])
+    assert noted == ["rollout 1"]
+    late = [c for c in log if isinstance(c, Generate) and c.chunk.step > 0]
+    assert {c.worker for c in late} <= {"rollout 0"}
+
+
+def test_an_evaluation_that_hangs_is_repeated_by_another_worker(system, end, noted, monkeypatch):
+    """One of its two chunks hangs on the first mesh that gets it."""
+    real, hung = SamplingExecutor.generate, []
+
+    def generate(executor, chunk, weights_version):
+        if chunk.evaluation and chunk.index == 0 and not hung:
+            hung.append(executor.name)
+            end.wait(LONG)
+        return real(executor, chunk, weights_version)
+
+    def evaluated():
+        found = {}
+        options = dict(held_out=toy.records(16), evaluated=found.__setitem__)
+        with toy.driver(system, config(**HANGS), **options) as driver:
+            driver.step()
+        return found[0]
+
+    hung.append("nobody")
+    expected = evaluated()
+    hung.clear()
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    found = evaluated()
+    assert len(found.scores) == 16 and noted == hung
+    np.testing.assert_array_equal(found.scores, expected.scores)
+
+
+def test_a_superseded_weight_sync_does_not_count_against_its_worker(system, monkeypatch, capfd):
+    """It fails in the end: of the versions published meanwhile its mesh gets the last, and stays."""
+    c, release, real = config(**STALE), threading.Event(), ArrayTransfer.get
+    c.batch.groups = 1  # rollout 0 generates it
+
+    def take(transfer, key, shardings, taker):
+        if key == WeightsVersion(1) and taker == "rollout 1":
+            release.wait(LONG)
+            raise RuntimeError("what is sent has been freed")
+        return real(transfer, key, shardings, taker)
+
+    monkeypatch.setattr(ArrayTransfer, "get", take)
+    log = []
+    with toy.driver(system, c, log=log) as driver:
+        for step in range(6):
+            if step == 4:
+                release.set()
+            driver.step()
+        deadline = time.monotonic() + LONG
+        weights = driver.executor.samplers["rollout 1"].weights
+        while not (held := max((one.version for one in list(weights)), default=0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    own = (c for c in log if isinstance(c, SyncWeights) and c.worker == "rollout 1")
+    sent = [c.weights_version.version for c in own]
+    assert sent[:2] == [0, 1] and sent[2] >= 4 and held >= 4
+    assert capfd.readouterr().err == ""
 
 
 # --------------------------------------------------------------------------------- replay, order

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from digen_jax import precompute
-from digen_jax.assemble import build, open_encoders
+from digen_jax.assemble import build, open_parts
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.data import embedding_cache
 from digen_jax.data.prompt_files import read_prompt_file
@@ -71,7 +71,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     config = fit_config(load_config(c), 1)
 
     def prepared():
-        parts = open_encoders(config, jax.devices()[:1])
+        parts = open_parts(config, jax.devices()[:1])
         return precompute.find_missing(config, parts, reached(config))
 
     found = prepared()
