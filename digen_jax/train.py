@@ -278,7 +278,7 @@ class TrainingRun:
             executors.join(worker)
         scheduler = open_scheduler(executors.settings, in_flight, self.config.layout)
         logs = self.log.open_command_log(done), self.broadcast, self.watch, self.log.evaluated
-        return Driver(executors, scheduler, self.rewards, in_flight, *logs)
+        return Driver(executors, scheduler, self.rewards, *logs)
 
     def host_state(self) -> dict[str, Any]:
         """Returns the part of a checkpoint that is on the host: the stream of prompts, the position in the metrics."""
@@ -291,8 +291,7 @@ class TrainingRun:
         self.checkpoints.wait()
         if (oldest := self.checkpoints.oldest()) is not None:
             self.log.forget(oldest)
-        kept = checkpoint.in_flight.kept if checkpoint.in_flight else {}
-        self.broadcast.send("save", (checkpoint.done, tuple(kept)))
+        self.broadcast.send("save", (checkpoint.done, tuple(checkpoint.in_flight.kept)))
         with self.broadcast.collective():
             self.checkpoints.store(checkpoint)
 

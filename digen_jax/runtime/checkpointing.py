@@ -2,7 +2,8 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +28,9 @@ from digen_jax.rewards.errors import RewardError
 class InFlight(NamedTuple):
     """Work in flight at the end of a step, saved in addition to the trainer's state."""
 
-    scheduler: dict[str, Any]  # Scheduler.save()
-    kept: dict[int, Any]  # by version (not the newest): weights that started chunks need
+    scheduler: dict[str, Any] | None = None  # Scheduler.save(); None before the first step
+    # By version (not the newest): weights that started chunks need.
+    kept: Mapping[int, Any] = MappingProxyType({})
     layout: str = ""  # config.layout in which the costs were measured
 
 
@@ -37,8 +39,9 @@ class TrainCheckpoint(NamedTuple):
 
     done: int
     state: TrainState
-    in_flight: InFlight | None  # None before the first step
-    host: dict[str, Any]  # stream of prompts, position in the metrics
+    in_flight: InFlight = InFlight()
+    # Stream of prompts, position in the metrics.
+    host: Mapping[str, Any] = MappingProxyType({})
 
     def is_intact(self) -> bool:
         """Returns whether no update has consumed its arrays."""
@@ -56,11 +59,11 @@ class CheckpointStore(Checkpointer):
         super().__init__(workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep)
         self._layout = config.layout
 
-    def newest(self, state: TrainState) -> TrainCheckpoint | None:
-        """Returns the newest checkpoint with the shapes and shardings of `state` (the initial state), or None."""
+    def newest(self, state: TrainState) -> TrainCheckpoint:
+        """Returns the newest checkpoint with the shapes and shardings of the initial state, or that state."""
         host = self.latest_host()
         if host is None:
-            return None
+            return TrainCheckpoint(0, state)
         versions = [int(version) for version in host["kept"]]
         template = template_of(_arrays(state, dict.fromkeys(versions, state.tuned)))
         try:
@@ -70,25 +73,23 @@ class CheckpointStore(Checkpointer):
             replicated = NamedSharding(mesh, PartitionSpec())
             key = jax.eval_shape(jax.random.key, 0).update(sharding=replicated)
             found = self.restore_latest(template | {"root_key": key})
-        in_flight = None
-        if host["scheduler"] is not None:
-            kept = {version: found.arrays["kept"][str(version)] for version in versions}
-            in_flight = InFlight(host["scheduler"], kept, host["layout"])
+        kept = {version: found.arrays["kept"][str(version)] for version in versions}
+        in_flight = InFlight(host["scheduler"], kept, host["layout"])
         state = TrainState(**{name: found.arrays.get(name) for name in TrainState._fields})
         return TrainCheckpoint(found.step, state, in_flight, found.host)
 
     def store(self, checkpoint: TrainCheckpoint) -> None:
         """Saves a checkpoint, unless it exists. Host data is that of the coordinator."""
-        scheduler, kept, _ = checkpoint.in_flight or (None, {}, "")
+        scheduler, kept, _ = checkpoint.in_flight
         own = {"scheduler": scheduler, "kept": sorted(kept), "layout": self._layout}
-        self.save(checkpoint.done, _arrays(checkpoint.state, kept), checkpoint.host | own)
+        self.save(checkpoint.done, _arrays(checkpoint.state, kept), {**checkpoint.host, **own})
 
     def reserve(self, state: TrainState) -> None:
         """Reserves disk space for a checkpoint. Raises SaveFailed if the disk is full."""
         self.reserve_space(_arrays(state, {}))
 
 
-def _arrays(state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
+def _arrays(state: TrainState, kept: Mapping[int, Any]) -> dict[str, Any]:
     arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
     if kept:
         arrays["kept"] = {str(version): tree for version, tree in kept.items()}

@@ -115,7 +115,6 @@ class Driver:
       executor: Executes commands.
       scheduler: Scheduler that has not handled an event.
       rewards: Reward pool; closed by the caller.
-      in_flight: Work in flight at the checkpoint. None means none.
       log: Records all commands in order. None disables recording.
       broadcast: Sends commands to the trainer's other processes. None means a single process.
       watch: Watchdog for work that takes too long; closed by the caller. None means no deadline.
@@ -127,13 +126,13 @@ class Driver:
         executor: Executors,
         scheduler: Scheduler,
         rewards: RewardPool,
-        in_flight: InFlight | None = None,
         log: CommandLog | list[Command] | None = None,
         broadcast: CommandBroadcast | None = None,
         watch: Watch | None = None,
         evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
-        self.executor, self.in_flight = executor, in_flight
+        self.executor = executor
+        self.in_flight = InFlight()  # at the end of the last completed step
         self.intervals: list[Interval] = []  # of the last completed step
         self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
         self._log, self._broadcast = log, broadcast or CommandBroadcast()

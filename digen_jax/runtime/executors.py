@@ -89,7 +89,7 @@ class Executors:
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
         self.versions = SyncedWeights(self._transfer, bool(keep), system.sent, exact=many > 0)
-        for version, tuned in (checkpoint.in_flight.kept if checkpoint.in_flight else {}).items():
+        for version, tuned in checkpoint.in_flight.kept.items():
             self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
             system, settings, self.steps, self.versions, self._transfer, checkpoint.state, names

@@ -283,7 +283,7 @@ def print_warnings(config: TrainConfig, family: Family) -> None:
     report_odd_prompts(paths, family.is_truncated, known_words(family))
 
 
-def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) -> Scheduler:
+def open_scheduler(settings: Settings, in_flight: InFlight, layout: str) -> Scheduler:
     """Creates the scheduler of a run or, if work was `in_flight` at the newest checkpoint, restores it.
 
     Costs that were measured in another layout than `layout`, the `config.layout` of this process, are discarded.
@@ -291,7 +291,7 @@ def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) 
     Raises:
       ConfigError: The checkpoint is from an older version of digen_jax.
     """
-    if in_flight is None:
+    if in_flight.scheduler is None:
         return Scheduler(settings, GUESSED)
     try:
         costs = None if in_flight.layout == layout else GUESSED
@@ -363,11 +363,9 @@ def restore(
     system: System, checkpoints: CheckpointStore, prompts: PromptBatches
 ) -> TrainCheckpoint:
     """Restores the newest checkpoint, or initializes the state, which consumes `system.start`."""
-    state = system.updater.init(system.start)
-    found = checkpoints.newest(state)
-    if found is None:
-        return TrainCheckpoint(0, state, None, {})
-    prompts.check(found.host["prompts"]["stream"])
+    found = checkpoints.newest(system.updater.init(system.start))
+    if found.host:
+        prompts.check(found.host["prompts"]["stream"])
     return found
 
 
@@ -388,6 +386,6 @@ def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, valu
         case "save":
             done, versions = value
             in_flight = InFlight({}, {v: executors.versions[WeightsVersion(v)] for v in versions})
-            checkpoints.store(TrainCheckpoint(done, executors.state, in_flight, {}))
+            checkpoints.store(TrainCheckpoint(done, executors.state, in_flight))
         case _:
             raise ValueError(f"the first process sent {kind!r}: it runs another version")

@@ -377,10 +377,8 @@ def executors(
     system: System, config: ConfigDict | TrainConfig, state: TrainState, batches, first=0, kept=None
 ) -> Executors:
     """The executors of a run from the beginning, or from a checkpoint after `first` steps."""
-    in_flight = InFlight({}, kept) if kept else None
-    return Executors(
-        system, opened(config), (), TrainCheckpoint(first, state, in_flight, {}), batches
-    )
+    checkpoint = TrainCheckpoint(first, state, InFlight(kept=kept or {}))
+    return Executors(system, opened(config), (), checkpoint, batches)
 
 
 def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainState:
@@ -422,16 +420,15 @@ def driver(
     )
     state = fresh(system) if state is None else state
     given = options.pop("batches", None) or batches(asked.max_groups)
-    checkpoint = TrainCheckpoint(first, state, in_flight, {})
+    in_flight = in_flight or InFlight()
+    checkpoint = TrainCheckpoint(first, state, in_flight)
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
         executors = Executors(system, asked, held_out, checkpoint, given, transfer)
         for sampler in samplers:
             executors.join(sampler)
         scheduler = opening.open_scheduler(executors.settings, in_flight, asked.layout)
-        with contextlib.closing(
-            Driver(executors, scheduler, rewards, in_flight, **options)
-        ) as found:
+        with contextlib.closing(Driver(executors, scheduler, rewards, **options)) as found:
             yield found
 
 
