@@ -209,20 +209,19 @@ def exit_failed(error: BaseException) -> None:
 
     The exit code is that of `run_main` for the same error.
     """
-    message, code = out_of_memory(error), 1
-    if isinstance(error, ConfigError) or message:
-        code = 2
-    elif isinstance(error, Stopped):
-        code = STOPPED
+    message, code = "".join(traceback.format_exception(error)).rstrip(), 1
+    if memory := out_of_memory(error):
+        message, code = memory, 2
+    elif isinstance(error, ConfigError | Stopped):
+        message, code = str(error), 2 if isinstance(error, ConfigError) else STOPPED
     elif may_be_disconnect(error):
         # The thread that detects the disconnect logs it and exits.
         time.sleep(DISCONNECT_TIMEOUT)
         code = STOPPED
-    if not message and is_connection_error(error):
-        message = f"another process disconnected ({str(error).partition(chr(10))[0]})"
-    if not message:
-        known = isinstance(error, ConfigError | Stopped | TransferError)
-        message = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
+        if is_connection_error(error):
+            message = f"another process disconnected ({str(error).partition(chr(10))[0]})"
+        elif isinstance(error, TransferError):
+            message = str(error)
     number = distributed.global_state.process_id
     ends = f"process {number} has failed, which ends the run: the same command continues from the last checkpoint"
     shutdown.exit_now(shutdown.log_fatal(f"{message}\n{ends}", code))

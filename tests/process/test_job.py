@@ -11,7 +11,6 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.job import Place, own_devices, resolve_place, wait_for_port
-from tests.pipelines import environment
 
 SLURM = {
     "SLURM_JOB_ID": "4242",
@@ -202,22 +201,6 @@ def test_gpus_without_equal_shares_are_refused(monkeypatch):
         own_devices()
 
 
-PROGRAM = """
-import jax
-from digen_jax.process.job import resolve_place
-place = resolve_place("auto", None, None)
-print(*place[:4], *place.devices, jax._src.xla_bridge.backends_are_initialized(), jax.distributed.is_initialized())
-"""
-
-
-def test_detection_starts_nothing():
-    told = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment(1, **told)
-    )
-    assert done.stdout == f"gpu07 {port(4242)} 7 3 2 3 False False\n", done.stderr
-
-
 @pytest.mark.parametrize(
     ("given", "fields"),
     [
@@ -268,6 +251,12 @@ def test_a_first_process_whose_peers_do_not_join_ends():
 
 # ------------------------------------------------------------------------- devices, cache, memory
 
+DETECTED = """
+import jax
+from digen_jax.process.job import resolve_place
+place = resolve_place("auto", None, None)
+print(*place[:4], *place.devices, jax._src.xla_bridge.backends_are_initialized(), jax.distributed.is_initialized())
+"""
 PREPARED = """
 from digen_jax.process.job import prepare
 prepare(cpu_devices=3)
@@ -275,29 +264,9 @@ import jax
 from absl import logging as absl_logging
 print(len(jax.devices()), jax.config.jax_compilation_cache_dir, absl_logging.get_verbosity())
 """
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_devices_and_cache_are_set_unless_the_environment_has_them(tmp_path, given):
-    unset = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
-    if given:
-        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-        environment["JAX_COMPILATION_CACHE_DIR"] = "elsewhere"
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARED], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    cache = "elsewhere" if given else tmp_path / "digen_jax" / "xla"
-    assert done.stdout.split() == ["2" if given else "3", str(cache), "-2"]
-
-
 ALLOCATING = """
 import resource
-from digen_jax.process.job import prepare
-prepare()
-import jax, jax.numpy as jnp
+import jax.numpy as jnp
 x = jnp.ones((4096, 4096))
 double = jax.jit(lambda x: x + 1)
 for _ in range(40):
@@ -307,10 +276,26 @@ for _ in range(40):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is set up")
-def test_a_program_reuses_freed_memory():
-    done = subprocess.run([sys.executable, "-c", ALLOCATING], capture_output=True, text=True)
+def printed(program: str, folder, **variables: str) -> list[str]:
+    unset = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    own = {name: value for name, value in os.environ.items() if name not in unset}
+    own |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder)} | variables
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=own)
     assert done.returncode == 0, done.stderr
-    faults = list(map(int, done.stdout.split()))
-    # A result of 64 MB has 16384 pages. In the first calls, and now and then, the heap grows.
-    assert sum(pages > 0 for pages in faults) < len(faults) / 2, faults
+    return done.stdout.splitlines()
+
+
+def test_detection_starts_nothing_and_devices_and_cache_are_set(tmp_path):
+    told = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    detected, prepared, *faults = printed(DETECTED + PREPARED + ALLOCATING, tmp_path, **told)
+    assert detected == f"gpu07 {port(4242)} 7 3 2 3 False False"
+    assert prepared == f"3 {tmp_path / 'digen_jax' / 'xla'} -2"
+    if sys.platform == "linux":  # glibc reuses freed memory
+        # A result of 64 MB has 16384 pages. In the first calls, and now and then, the heap grows.
+        assert sum(int(pages) > 0 for pages in faults) < len(faults) / 2, faults
+
+
+def test_devices_and_cache_of_the_environment_are_kept(tmp_path):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    cache = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
+    assert printed(PREPARED, tmp_path, **flags, **cache) == ["2 elsewhere -2"]

@@ -34,23 +34,27 @@ run_main(main)
 """
 
 
-def run(folder, script):
+def command(folder, script, *arguments):
+    """The arguments of a process that runs a script."""
     (folder / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env=environment(1, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    env = environment(1, PYTHONPATH=str(ROOT))
+    return dict(args=[sys.executable, "script.py", *arguments], cwd=folder, env=env, text=True)
+
+
+def run(folder, script, *arguments, **options):
+    options |= command(folder, script, *arguments)
+    return subprocess.run(capture_output=True, timeout=120, **options)
+
+
+def default_ctrl_c():
+    """Where the tests run in the background, their processes ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
         ("pass", 0, ""),
-        ("return 130", 130, ""),
         ("raise shutdown.Stopped('the reward hangs')", STOPPED, "script.py: the reward hangs\n"),
         ("raise ConfigError('give a reward')", 2, "script.py: give a reward\n"),
         ("sys.exit('it was asked to')", 1, "it was asked to\n"),
@@ -89,9 +93,7 @@ run_main(main)
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "code"), [("pass", 0), ("return 75", 75), ("raise KeyError('a bug')", 1)]
-)
+@pytest.mark.parametrize(("what", "code"), [("return 75", 75), ("raise KeyError('a bug')", 1)])
 def test_threads_and_exit_handlers_are_awaited_but_the_interpreter_is_not_finalized(
     tmp_path, what, code
 ):
@@ -143,16 +145,9 @@ def test_an_abort_by_a_library_leaves_time_to_log_the_reason(tmp_path, heard):
 
 
 def test_logging_a_fatal_error_does_not_wait_for_a_full_pipe(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "from digen_jax.process.shutdown import log_fatal, exit_now\nexit_now(log_fatal('x' * 2**20, 75))\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment(1, PYTHONPATH=str(ROOT)),
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.wait(20) == 75  # nothing reads
+    script = "from digen_jax.process.shutdown import log_fatal, exit_now\nexit_now(log_fatal('x' * 2**20, 75))\n"
+    with subprocess.Popen(**command(tmp_path, script), stderr=subprocess.PIPE) as process:
+        assert process.wait(60) == 75  # nothing reads
 
 
 def test_exiting_does_not_wait_for_actions(tmp_path):
@@ -310,17 +305,7 @@ except BaseException as error:
 @pytest.mark.parametrize("what", ["before", "import", "collected", "call", "cleaned"])
 def test_ctrl_c_ends_a_script_wherever_its_main_thread_is(tmp_path, what):
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    (tmp_path / "script.py").write_text(STARTING)
-    done = subprocess.run(
-        [sys.executable, "script.py", what],
-        cwd=tmp_path,
-        env=environment(1, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        # Where the tests run in the background, their processes ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    done = run(tmp_path, STARTING, what, preexec_fn=default_ctrl_c)
     assert done.returncode == 128 + signal.SIGINT
     assert done.stderr == "script.py: stopped by Ctrl-C\n"
     assert done.stdout == "cleaned up\n" * (what == "cleaned")
@@ -339,7 +324,7 @@ def test_ctrl_c_ends_a_run_that_is_starting(tmp_path, mapped):
         env=environment(1),
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=default_ctrl_c,
     )
     maps, deadline = pathlib.Path(f"/proc/{process.pid}/maps"), time.monotonic() + 120
     try:
@@ -366,15 +351,8 @@ def test_the_first_signal_is_noted():
 @pytest.mark.parametrize("what", ["thread", "process", "mesh", "exit", "call"])
 def test_the_second_signal_ends_the_process_whatever_hangs(tmp_path, what):
     (tmp_path / "hanging.py").write_text(textwrap.dedent(HANGING))
-    (tmp_path / "script.py").write_text(HANGS)
-    process = subprocess.Popen(
-        [sys.executable, "script.py", what],
-        cwd=tmp_path,
-        env=environment(1, PYTHONPATH=str(ROOT)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(**command(tmp_path, HANGS, what), **pipes)
     ready = tmp_path / "ready"
     while not (ready.exists() and ready.read_text()):
         assert process.poll() is None, process.communicate()
