@@ -43,7 +43,6 @@ from digen_jax.process.shutdown import Interrupt, mark_hung
 from digen_jax.process.terminal import complete_lines
 from digen_jax.runtime import checkpointing
 from digen_jax.runtime.checkpointing import CheckpointStore, TrainCheckpoint
-from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import (
@@ -175,9 +174,6 @@ class TrainingRun:
             workers.step = self.checkpoints.oldest() or 0
         devices = None if workers is None else workers.devices
         self.system, self.rewards = open_system(config, self.checkpoints, broadcast, devices)
-        # If all processes sample and train, one may wait long for another one's compilation.
-        waits = job.several() and workers is None
-        self.watch = Watch(0 if waits else config.runtime.deadline)
         self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # reason to stop early
         self.prompts = train_prompts(config)
@@ -189,7 +185,7 @@ class TrainingRun:
         `changed` describes the changes of the config since the last start.
         """
         self.log.describe(self.system)
-        with closing(self.watch), closing(self.rewards):
+        with closing(self.rewards):
             with (
                 Interrupt() as interrupt,
                 closing(self.log),
@@ -277,7 +273,10 @@ class TrainingRun:
         for worker in others:
             executors.join(worker)
         scheduler = open_scheduler(executors.settings, in_flight, self.config.layout)
-        logs = self.log.open_command_log(done), self.broadcast, self.watch, self.log.evaluated
+        # If all processes sample and train, one may wait long for another one's compilation.
+        waits = job.several() and self.workers is None
+        deadline = 0 if waits else self.config.runtime.deadline
+        logs = self.log.open_command_log(done), self.broadcast, deadline, self.log.evaluated
         return Driver(executors, scheduler, self.rewards, *logs)
 
     def host_state(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Per-thread timers that exclude compilation and pauses, and a watchdog for work that exceeds its deadline."""
 
 import contextlib
-import dataclasses
 import math
 import threading
 import time
@@ -151,75 +150,41 @@ def _compiled(event: str, seconds: float, **_: object) -> None:
 jax.monitoring.register_event_duration_secs_listener(cast(Any, _compiled))
 
 
-@dataclasses.dataclass
-class _Work:
-    stopwatch: Stopwatch
-    seconds: float  # limit
-    late: Callable[[float], None]
-    # Seconds in which this process ran, so that a suspended process does not time out.
-    seen: float = 0.0
+@contextlib.contextmanager
+def limited(
+    deadline: float, expected: float | None, late: Callable[[float], None]
+) -> Iterator[Stopwatch]:
+    """Times a block like `measured`, and calls `late(limit)` from another thread if it exceeds its limit.
+
+    Args:
+      deadline: `least` of `time_limit`.
+      expected: Expected seconds of the block. None means unknown.
+      late: Handler that gets the limit in seconds.
+    """
+    seconds = time_limit(deadline, expected)
+    with measured() as stopwatch:
+        if seconds == math.inf:
+            yield stopwatch
+            return
+        done = threading.Event()
+        watch = stopwatch, seconds, late, done
+        threading.Thread(target=_watch, args=watch, name="watch", daemon=True).start()
+        try:
+            yield stopwatch
+        finally:
+            done.set()
 
 
-class Watch:
-    """Watchdog that calls handlers of late work, in one thread that starts with the first deadline."""
-
-    def __init__(self, deadline: float):
-        self._deadline = deadline  # `least` of `time_limit`
-        self._works: dict[int, _Work] = {}
-        self._lock = threading.Lock()
-        self._changed = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    @contextlib.contextmanager
-    def over(self, expected: float | None, late: Callable[[float], None]) -> Iterator[Stopwatch]:
-        """Times a block like `measured`, and calls `late(limit)` from another thread if it exceeds its limit.
-
-        Args:
-          expected: Expected seconds of the block. None means unknown.
-          late: Handler that gets the limit in seconds.
-        """
-        seconds = time_limit(self._deadline, expected)
-        with measured() as stopwatch:
-            if seconds == math.inf:
-                yield stopwatch
-                return
-            work = _Work(stopwatch, seconds, late)
-            with self._lock:
-                self._works[id(work)] = work
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-                    self._thread.start()
-            self._changed.set()
-            try:
-                yield stopwatch
-            finally:
-                with self._lock:
-                    self._works.pop(id(work), None)
-
-    def close(self) -> None:
-        """Stops the watchdog."""
-        self._closed = True
-        self._changed.set()
-
-    def _watch(self) -> None:
-        while not self._closed:
-            with self._lock:
-                shortest = min((work.seconds for work in self._works.values()), default=math.inf)
-            every, start = min(1.0, shortest / CHECKS), time.perf_counter()
-            if shortest == math.inf:
-                self._changed.wait()
-            else:
-                time.sleep(every)
-            self._changed.clear()
-            passed, late = min(time.perf_counter() - start, 2 * every), []
-            with self._lock:
-                for work in list(self._works.values()):
-                    work.seen += passed
-                    if min(work.seen, work.stopwatch.elapsed()) > work.seconds:
-                        late.append(self._works.pop(id(work)))
-            for work in late:
-                work.late(work.seconds)
+def _watch(
+    stopwatch: Stopwatch, seconds: float, late: Callable[[float], None], done: threading.Event
+) -> None:
+    every, seen, last = min(1.0, seconds / CHECKS), 0.0, time.perf_counter()
+    while not done.wait(every):
+        now = time.perf_counter()
+        # Seconds in which this process ran, so that a suspended process does not time out.
+        seen, last = seen + min(now - last, 2 * every), now
+        if min(seen, stopwatch.elapsed()) > seconds:
+            return late(seconds)
 
 
 def end_process(name: str, what: str, seconds: float) -> None:

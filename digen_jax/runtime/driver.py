@@ -24,7 +24,7 @@ from digen_jax.rewards import moved
 from digen_jax.rewards.pool import RewardPool, is_retryable
 from digen_jax.runtime.array_transfer import DISCONNECT_TIMEOUT, MissingSums, TransferError
 from digen_jax.runtime.checkpointing import InFlight
-from digen_jax.runtime.clock import Stopwatch, Watch, end_process
+from digen_jax.runtime.clock import Stopwatch, end_process, limited
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import CommandBroadcast
 from digen_jax.runtime.steps import ScoredChunk
@@ -117,7 +117,7 @@ class Driver:
       rewards: Reward pool; closed by the caller.
       log: Records all commands in order. None disables recording.
       broadcast: Sends commands to the trainer's other processes. None means a single process.
-      watch: Watchdog for work that takes too long; closed by the caller. None means no deadline.
+      deadline: `config.runtime.deadline`, for work that takes too long. 0 means none.
       evaluated: Called on the main thread with a version and its evaluation result.
     """
 
@@ -128,7 +128,7 @@ class Driver:
         rewards: RewardPool,
         log: CommandLog | list[Command] | None = None,
         broadcast: CommandBroadcast | None = None,
-        watch: Watch | None = None,
+        deadline: float = 0,
         evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
         self.executor = executor
@@ -136,7 +136,7 @@ class Driver:
         self.intervals: list[Interval] = []  # of the last completed step
         self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
         self._log, self._broadcast = log, broadcast or CommandBroadcast()
-        self._watch = watch or Watch(0)
+        self._deadline = deadline
         self._lock = threading.RLock()
         # Commands for the home worker, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -339,7 +339,8 @@ class Driver:
                 raise WorkerDisconnected("its commands were reassigned")
             seconds = self._scheduler.costs.measured(command)
             what = self._scheduler.work(command)
-        with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:
+        watched = limited(self._deadline, seconds, lambda limit: late(what, limit))
+        with during(what), watched as stopwatch:
             yield stopwatch
 
     # ---------------------------------------------------------------------- in threads of workers

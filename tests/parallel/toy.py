@@ -36,7 +36,6 @@ from digen_jax.runtime.array_transfer import (
     SyncedWeights,
 )
 from digen_jax.runtime.checkpointing import InFlight, TrainCheckpoint
-from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.sampling import SamplingExecutor
@@ -422,13 +421,14 @@ def driver(
     given = options.pop("batches", None) or batches(asked.max_groups)
     in_flight = in_flight or InFlight()
     checkpoint = TrainCheckpoint(first, state, in_flight)
-    watch = options.setdefault("watch", Watch(deadline))
-    with contextlib.closing(watch), contextlib.closing(rewards):
+    with contextlib.closing(rewards):
         executors = Executors(system, asked, held_out, checkpoint, given, transfer)
         for sampler in samplers:
             executors.join(sampler)
         scheduler = opening.open_scheduler(executors.settings, in_flight, asked.layout)
-        with contextlib.closing(Driver(executors, scheduler, rewards, **options)) as found:
+        with contextlib.closing(
+            Driver(executors, scheduler, rewards, deadline=deadline, **options)
+        ) as found:
             yield found
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.logging.command_log import CommandLog, read_log, since
-from digen_jax.runtime.clock import Watch, _length, measured, paused
+from digen_jax.runtime.clock import _length, limited, measured, paused
 from digen_jax.scheduling.commands import (
     Chunk,
     DropVersion,
@@ -123,35 +123,32 @@ def test_what_a_log_has_no_space_for_is_written_once_there_is_some(tmp_path):
 # ----------------------------------------------------------------------------------- the watch
 
 
-def late_in(watch, seconds, block):
+def late_in(deadline, seconds, block):
     """Whether a block of this duration was late."""
     late = []
-    with watch.over(None, late.append):
+    with limited(deadline, None, late.append):
         block(seconds)
     return late
 
 
 def test_only_work_counts_until_a_deadline():
-    watch = Watch(0.4)
     found, late = [], threading.Event()
-    with watch.over(None, lambda seconds: (found.append(seconds), late.set())):
+    with limited(0.4, None, lambda seconds: (found.append(seconds), late.set())):
         assert late.wait(LONG)
         time.sleep(0.1)  # for some checks more
     assert found == [0.4]
-    assert late_in(watch, 0.01, time.sleep) == []
+    assert late_in(0.4, 0.01, time.sleep) == []
 
     def wait(seconds):
         with paused():
             time.sleep(seconds)
 
-    assert late_in(watch, 1.0, wait) == []
-    assert late_in(Watch(0), 0.1, time.sleep) == []
-    watch.close()
+    assert late_in(0.4, 1.0, wait) == []
+    assert late_in(0, 0.1, time.sleep) == []
 
 
-def test_a_compiler_at_work_is_not_late(monkeypatch):
+def test_a_compiler_at_work_is_not_late():
     """Between the event that ends lowering and the one that ends compilation."""
-    watch = Watch(0.4)
 
     def compiles(seconds):
         tell = jax.monitoring.record_event_duration_secs
@@ -159,25 +156,23 @@ def test_a_compiler_at_work_is_not_late(monkeypatch):
         time.sleep(seconds)
         tell("/jax/core/compile/backend_compile_duration", seconds)
 
-    assert late_in(watch, 1.0, compiles) == []
+    assert late_in(0.4, 1.0, compiles) == []
     with measured() as stopwatch:
         compiles(1.0)
         time.sleep(0.1)
     assert 0.1 <= stopwatch.seconds < 0.9  # 1.1 with the compilation
-    watch.close()
 
 
 def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
     """Its clock continues, but the time between two checks counts at most twice its nominal length."""
-    watch = Watch(1.0)
-    seen, real, often = [], time.sleep, threading.Event()
+    seen, real, often = [], time.perf_counter, threading.Event()
 
-    def sleep(seconds):
-        real(seconds + 0.6)  # as if the process were suspended in each of them
-        seen.append(seconds)
-        if len(seen) == 3:
+    def clock():
+        """As if the process were suspended before each call."""
+        seen.append(1)
+        if len(seen) > 6:  # a block's start, and three checks
             often.set()
+        return real() + 20 * len(seen)
 
-    monkeypatch.setattr("digen_jax.runtime.clock.time.sleep", sleep)
-    assert late_in(watch, LONG, often.wait) == [] and often.is_set()
-    watch.close()
+    monkeypatch.setattr("digen_jax.runtime.clock.time.perf_counter", clock)
+    assert late_in(10.0, LONG, often.wait) == [] and often.is_set()
