@@ -268,8 +268,8 @@ class WaitingProcess(RolloutProcess):
         waits, settings = config.waits, config.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
         self._transfer = WorkerTransfer()
-        shape = settings.images, settings.chunk_images
-        self._steps = Steps(_records(settings.groups, first), *shape, cast(Any, _NoDraws()), first)
+        batches = _records(settings.groups, first)
+        self._steps = Steps(settings, batches, cast(Any, _NoDraws()), first)
         self._executor: Any = TransferringWorker(
             self._name, layout, waits, self._steps, self._transfer
         )

@@ -162,20 +162,17 @@ class RolloutProcess:
         """
         from digen_jax.distributed.transfer import WorkerTransfer
         from digen_jax.runtime.sampling import SamplingExecutor, try_scorers
-        from digen_jax.runtime.steps import HeldOut, Steps
+        from digen_jax.runtime.steps import Steps
 
-        settings = config.scheduled(len(held_out))
-        shape = settings.images, settings.chunk_images
-        self._steps = Steps(batches, *shape, config.rng, first, config.algorithm.set_steps)
+        self._steps = Steps.of(config, batches, first, held_out)
         self._transfer = WorkerTransfer()
-        evaluated, weights = HeldOut(held_out, settings), config.advantages.reward_weights
 
         def create() -> SamplingExecutor:
             self._open_rewards(config)
             found = rollout() if callable(rollout) else rollout
             try_scorers(config, found.scorers)
             scorers = mesh_rewards(config.rewards, found.scorers)
-            data = self._steps, evaluated, self._transfer, scorers, weights
+            data = self._steps, self._transfer, scorers, config.advantages.reward_weights
             return SamplingExecutor(self._name, found, *data)
 
         self._create = create

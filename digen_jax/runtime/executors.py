@@ -23,7 +23,7 @@ from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, Samples
 from digen_jax.runtime.checkpointing import TrainCheckpoint
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.steps import HeldOut, ScoredChunk, Steps, StepScores
+from digen_jax.runtime.steps import ScoredChunk, Steps, StepScores
 from digen_jax.runtime.training import OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
     SAMPLE,
@@ -65,15 +65,13 @@ class Executors:
         batches: Iterator[list[dict[str, Any]]],
         transfer: ArrayTransfer | None = None,
     ):
-        settings = self.settings = config.scheduled(len(held_out))
         self.system, self._config = system, config
         # Best and worst images of the last completed step, if images are due.
         self.extremes: Extremes | None = None
         first, algorithm = checkpoint.done, system.trainer.algorithm
-        shape = settings.images, settings.chunk_images
-        self.steps = Steps(batches, *shape, system.rng, first, algorithm.set_steps)
+        self.steps = Steps.of(config, batches, first, held_out)
+        settings = self.settings = self.steps.settings
         self._scores: dict[int, StepScores] = {}
-        self._held_out = HeldOut(held_out, settings)
         self._names = tuple(name for one in config.rewards for name in one.entries.values())
         self._weights = system.advantages.reward_weights
         # Scored chunks of evaluations, by version and index.
@@ -92,7 +90,7 @@ class Executors:
         for version, tuned in checkpoint.in_flight.kept.items():
             self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
-            system, settings, self.steps, self.versions, self._transfer, checkpoint.state, names
+            system, self.steps, self.versions, self._transfer, checkpoint.state, names
         )
         self.others = {
             name: OtherTrainingExecutor(name, system.on(one), self.steps, self._transfer, names)
@@ -132,7 +130,7 @@ class Executors:
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
         scorers = mesh_rewards(self._config.rewards, rollout.scorers)
-        data = self.steps, self._held_out, self._transfer, scorers, self._weights
+        data = self.steps, self._transfer, scorers, self._weights
         return SamplingExecutor(name, rollout, *data)
 
     def sampling(self, worker: str) -> SamplingExecutor:
@@ -277,7 +275,7 @@ class Executors:
         """Returns and frees a version's evaluation, whose chunks are all scored."""
         parts = [part for _, part in sorted(self._evaluations.pop(version).items())]
         clips, scores = [part.clips for part in parts], [part.scores for part in parts]
-        records = self._held_out.records[: sum(len(part.columns) for part in scores)]
+        records = self.steps.held_out[: sum(len(part.columns) for part in scores)]
         found = Evaluation.of(records, clips, scores, self._names, self._weights)
         stats = ImageStats.concatenate([part.image_stats.result() for part in parts])
         return found._replace(image_stats=stats)

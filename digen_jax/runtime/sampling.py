@@ -31,7 +31,7 @@ from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey
 from digen_jax.runtime.clock import part
-from digen_jax.runtime.steps import HeldOut, ScoredChunk, Steps, ranked
+from digen_jax.runtime.steps import ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import time_limit
 
@@ -87,7 +87,6 @@ class SamplingExecutor:
         name: str,
         rollout: Rollout,
         steps: Steps,
-        held_out: HeldOut,
         transfer: ArrayTransfer,
         scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
         reward_weights: Sequence[float] = (),
@@ -98,8 +97,8 @@ class SamplingExecutor:
         self.images: dict[Chunk, np.ndarray | None] = {}  # not yet scored; None: a NaN
         self.answers: dict[Chunk, rewards.Answers] = {}
         self.removed = False
-        self._steps, self._held_out = steps, held_out
-        self._transfer, self._scorers, self._reward_weights = transfer, scorers, reward_weights
+        self._steps, self._transfer = steps, transfer
+        self._scorers, self._reward_weights = scorers, reward_weights
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
         self._trajectories: dict[Chunk, Trajectory] = {}
@@ -127,11 +126,9 @@ class SamplingExecutor:
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Generates a chunk's trajectories with received weights."""
         if chunk.evaluation:
-            held_out, weights = self._held_out, self.weights[weights_version]
-            records, first = held_out.of(chunk), held_out.first(chunk)
-            trajectory = sample_fixed(
-                self.rollout.evaluator, weights, records, first, held_out.batch
-            )
+            weights, batch = self.weights[weights_version], self._steps.settings.evaluation_batch
+            first, records = self._steps.evaluated(chunk)
+            trajectory = sample_fixed(self.rollout.evaluator, weights, records, first, batch)
         else:
             # In this order, because a chunk is dropped before its weights.
             received, step = self.weights.get(weights_version), self._steps.find(chunk)
@@ -156,7 +153,7 @@ class SamplingExecutor:
             return
         if chunk.evaluation:
             decoded = fetch_clips(self.rollout.evaluator.decode(self._fixed, trajectory))
-            self._keep(chunk, decoded, self._held_out.of(chunk))
+            self._keep(chunk, decoded, self._steps.evaluated(chunk)[1])
             return
         decoded = fetch_clips(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(chunk)
@@ -192,9 +189,9 @@ class SamplingExecutor:
         clips = self.images[chunk]
         if clips is None:
             return failed(DivergedError("an image of the trained model has a NaN"))
-        held_out, settings = self._held_out, self._held_out.settings
+        settings = self._steps.settings
         if chunk.evaluation:
-            records = held_out.of(chunk)
+            first, records = self._steps.evaluated(chunk)
         else:
             step = self._steps[chunk.step]
             records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
@@ -206,10 +203,10 @@ class SamplingExecutor:
             found = ScoredChunk(scored.scores, values, scored.seconds, scored.exchanges, stats)
             most = settings.shown_images
             if chunk.evaluation:  # the first clips, or their middle frames if no image is due
-                first = clips[: max(0, most - held_out.first(chunk))]
+                kept = clips[: max(0, most - first)]
                 if not settings.is_shown(chunk.step):
-                    first = middle_frames(first)[:, None]
-                return found._replace(clips=first.copy())  # frees the other clips
+                    kept = middle_frames(kept)[:, None]
+                return found._replace(clips=kept.copy())  # frees the other clips
             shown = settings.is_shown(chunk.step + 1)
             places = best_and_worst(values, rows, most if shown else 0)
             images = middle_frames(clips)[places]

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.noising import repeat_keys
 from digen_jax.logging.evaluation import (
     Extremes,
@@ -68,31 +69,49 @@ class StepImages:
 
 
 class Steps:
-    """Steps by number, created in order on first use and freed when they end. Thread-safe.
+    """Steps by number, created in order on first use and freed when they end, and prompts of evaluations. Thread-safe.
 
     Args:
+      settings: Sizes of groups, chunks and evaluations.
       batches: Prompt records of each step.
-      images: Images per group.
-      size: Images per chunk.
       rng: Samples the PRNG keys and trained timesteps of images.
       first: The current step.
       set_steps: Period of `batches` in steps, if the images are a fixed set. 0 means no repetition.
+      held_out: Prompt records of evaluations.
     """
 
     def __init__(
         self,
+        settings: Settings,
         batches: Iterator[list[dict[str, Any]]],
-        images: int,
-        size: int,
         rng: SampleRng,
         first: int,
         set_steps: int = 0,
+        held_out: Sequence[dict[str, Any]] = (),
     ):
-        self.first = first
-        self._batches, self._make = batches, (images, size, rng)
+        self.settings, self.first, self.held_out = settings, first, list(held_out)
+        self._batches, self._rng = batches, rng
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, StepImages] = {}
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        batches: Iterator[list[dict[str, Any]]],
+        first: int,
+        held_out: Sequence[dict[str, Any]],
+    ) -> "Steps":
+        """Returns the steps of a run from `first` on."""
+        settings = config.scheduled(len(held_out))
+        return cls(settings, batches, config.rng, first, config.algorithm.set_steps, held_out)
+
+    def evaluated(self, chunk: Chunk) -> tuple[int, list[dict[str, Any]]]:
+        """Returns (index of the first image, records) of an evaluation's chunk; the last one may be smaller."""
+        batch, count = self.settings.evaluation_batch, self.settings.evaluated_images(chunk.step)
+        first = chunk.index * batch
+        return first, self.held_out[first : min(first + batch, count)]
 
     def __getitem__(self, number: int) -> StepImages:
         with self._lock:
@@ -100,7 +119,8 @@ class Steps:
                 records = next(self._batches)
                 if self._next >= self.first:
                     repeat = self._next // self._set_steps if self._set_steps else 0
-                    step = StepImages.create(self._next, records, *self._make, repeat)
+                    shape = self.settings.images, self.settings.chunk_images
+                    step = StepImages.create(self._next, records, *shape, self._rng, repeat)
                     self._steps[self._next] = step
                 self._next += 1
             return self._steps[number]
@@ -128,23 +148,6 @@ class Steps:
             self.first = max(self.first, before)
             for number in [number for number in self._steps if number < self.first]:
                 del self._steps[number]
-
-
-class HeldOut:
-    """Held-out prompts of evaluations, divided into chunks by the scheduler's settings."""
-
-    def __init__(self, records: Sequence[dict[str, Any]], settings: Settings):
-        self.records, self.settings = list(records), settings
-        self.batch = settings.evaluation_batch  # images per chunk
-
-    def of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Returns the records of a chunk. The last chunk of an evaluation may be smaller than a batch."""
-        count, first = self.settings.evaluated_images(chunk.step), self.first(chunk)
-        return self.records[first : min(first + self.batch, count)]
-
-    def first(self, chunk: Chunk) -> int:
-        """Returns the index of a chunk's first image."""
-        return chunk.index * self.batch
 
 
 class ScoredChunk(NamedTuple):

@@ -36,7 +36,6 @@ from digen_jax.runtime.array_transfer import (
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import ChunkAdvantages, Steps, StepScores
 from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Train, WeightsVersion
-from digen_jax.scheduling.settings import Settings
 
 
 class Sums(NamedTuple):
@@ -269,7 +268,6 @@ class TrainingExecutor(GradientExecutor):
     def __init__(
         self,
         system: System,
-        settings: Settings,
         steps: Steps,
         versions: SyncedWeights,
         transfer: ArrayTransfer,
@@ -280,7 +278,7 @@ class TrainingExecutor(GradientExecutor):
         self.state = state
         # Parameters on this worker's mesh if the state is sharded over all training workers.
         self._copy: TrainState | None = None
-        self._settings, self._versions = settings, versions
+        self._versions = versions
         # Version of the trained weights offered to other training workers.
         self._available: WeightsVersion | None = None
         self._history: list[dict[str, jax.Array]] = []  # metrics of the step's updates
@@ -326,14 +324,14 @@ class TrainingExecutor(GradientExecutor):
         jax.block_until_ready(self.state)
         self.updated(self._steps.first if version is None else version)
         if version is not None:
-            self.state = trainer.end_step(self.state, version * self._settings.updates)
+            self.state = trainer.end_step(self.state, version * self._steps.settings.updates)
             self.add_version(version)
         else:
             self._make_available(WeightsVersion(self._steps.first, update=len(self._history)))
 
     def add_version(self, version: int) -> None:
         """Offers the behavior policy as a version, and separate evaluation weights if an evaluation is due."""
-        settings, tree = self._settings, self._fixed
+        settings, tree = self._steps.settings, self._fixed
         if tree is None:
             tree = self.system.updater.sampling_params(self.state)
         self._add(WeightsVersion(version), tree)

@@ -13,6 +13,7 @@ from digen_jax.parallel.accumulate import apply_global_std
 from digen_jax.parallel.system import SampledImages, move_to_trainer, select_images
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.runtime.steps import Steps, StepScores
+from digen_jax.scheduling.settings import Settings
 from tests.algorithms.test_advantages import oracle
 from tests.cases import quick
 from tests.parallel import chunks, toy
@@ -75,7 +76,8 @@ def accumulated(settings, size, scores):
     """The totals of a step's chunks of `size` images, trained by a run's own executor."""
     parts, state = built()
     parts = parts._replace(advantages=settings)
-    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.rng, 0)
+    sizes = Settings(1, GROUPS, IMAGES, size)
+    steps = Steps(sizes, iter([toy.records(GROUPS)]), parts.rng, 0)
     known = StepScores(steps[0], settings)
     known.scores[:], known.scored[:] = scores, True
     return toy.trained(parts, steps, state, known, chunks.sampled()[0], part_of)

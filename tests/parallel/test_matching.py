@@ -17,6 +17,7 @@ from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
 from digen_jax.runtime.array_transfer import SyncedWeights
 from digen_jax.runtime.steps import Steps, StepScores
+from digen_jax.scheduling.settings import Settings
 from tests.algorithms.test_advantages import oracle
 from tests.parallel import toy
 from tests.parallel.chunks import LORA, adapted
@@ -298,7 +299,8 @@ def test_pairs_are_chosen_by_the_advantage_of_all_rewards(name):
     chosen, settings = chosen_pairs(name), PAIRS[name]
     assert all(chosen_pairs(other) != chosen for other in PAIRS.keys() - {name})
     parts = paired_system()._replace(advantages=settings)
-    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.rng, 0)
+    sizes = Settings(1, GROUPS, IMAGES, 6)
+    steps = Steps(sizes, iter([toy.records(GROUPS)]), parts.rng, 0)
     state = parts.trainer.init(parameters("full")[0])
 
     def part_of(cut):

@@ -299,9 +299,9 @@ class Sampled(NamedTuple):
 
 def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
     """The first steps of a run whose chunks have `size` images, all from the same weights."""
-    steps = Steps(batches, images, size, system.rng, 0)
+    steps = Steps(Settings(count, 1, images, size), batches, system.rng, 0)
     transfer, group, name = ArrayTransfer(), system.placement.trainer, "rollout 0"
-    executor = SamplingExecutor(name, system.rollouts[0], steps, None, transfer)
+    executor = SamplingExecutor(name, system.rollouts[0], steps, transfer)
     executor.weights[WeightsVersion(0)] = system.rollout_weights(tuned)
     for number in range(count):
         executor.encode(number)
@@ -444,10 +444,8 @@ def trained(system: System, steps: Steps, state: TrainState, scores: StepScores,
     """The totals of the first step's chunks, `part_of` some images each, trained by a run's own executor."""
     transfer, made = ArrayTransfer(), "rollout 0"
     transfer.put(ConditioningKey(made, 0), prompts)
-    settings = Settings(1, 1, 1, 1)
-    executor = TrainingExecutor(
-        system, settings, steps, SyncedWeights(transfer, False), transfer, state
-    )
+    versions = SyncedWeights(transfer, False)
+    executor = TrainingExecutor(system, steps, versions, transfer, state)
     step = steps[0]
     for index in range(len(step.rows) // step.size):
         images, chunk = part_of(step.slice_of(index)), Chunk(0, index)

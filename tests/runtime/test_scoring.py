@@ -21,7 +21,7 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer
 from digen_jax.runtime.sampling import SamplingExecutor, best_and_worst
-from digen_jax.runtime.steps import HeldOut, ScoredChunk, StepImages, Steps, StepScores
+from digen_jax.runtime.steps import ScoredChunk, StepImages, Steps, StepScores
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 from tests.parallel import toy
@@ -49,10 +49,9 @@ def level(images, prompts, metadata):
 @contextlib.contextmanager
 def judging(reward=level, settings=SETTINGS):
     """Scores clips as the worker that has decoded them."""
-    steps = Steps(iter([RECORDS[:2]] * 9), 3, 6, SampleRng(0, None), 0)
+    steps = Steps(settings, iter([RECORDS[:2]] * 9), SampleRng(0, None), 0, held_out=RECORDS)
     mesh = types.SimpleNamespace(group=types.SimpleNamespace(mesh=np.zeros(1)), base=0, frozen=0)
-    held_out = HeldOut(RECORDS, settings)
-    executor = SamplingExecutor("a", mesh, steps, held_out, ArrayTransfer(), reward_weights=(2.0,))
+    executor = SamplingExecutor("a", mesh, steps, ArrayTransfer(), reward_weights=(2.0,))
 
     def submit(chunk, given):
         executor.images[chunk] = given
@@ -124,8 +123,8 @@ def test_images_with_nan_are_no_error_of_a_reward(where, monkeypatch):
         monkeypatch.setattr(toy.ToyFamily, "decode", one_frame)
     config = toy.config(**toy.meshes((1, 1), (1, 1)))
     system, chunk, version = toy.system(config), Chunk(0, 0), WeightsVersion(0)
-    steps = Steps(iter([toy.records(2)]), 3, 6, system.rng, 0)
-    executor = SamplingExecutor("rollout-0", system.rollouts[0], steps, None, ArrayTransfer())
+    steps = Steps(SETTINGS, iter([toy.records(2)]), system.rng, 0)
+    executor = SamplingExecutor("rollout-0", system.rollouts[0], steps, ArrayTransfer())
     factor = np.nan if where == "weights" else 1.0
     executor.hold(version, jax.tree.map(lambda leaf: leaf * factor, system.start))
     executor.encode(0)
@@ -186,7 +185,8 @@ def test_dropped_candidates_are_in_no_picture_and_no_statistic():
 def steps(drawn=None, first=0):
     given = itertools.islice(toy.batches(2), first, None)
     noted = given if drawn is None else (drawn.append(1) or batch for batch in given)
-    return Steps(noted, 2, 2, SampleRng(3, Window(length=2)), first, set_steps=4)
+    rng = SampleRng(3, Window(length=2))
+    return Steps(Settings(9, 2, 2, 2), noted, rng, first, set_steps=4)
 
 
 def test_a_worker_that_joins_late_draws_earlier_steps_and_does_not_store_them():
