@@ -113,10 +113,7 @@ class Place(NamedTuple):
 
 
 def resolve_place(
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    seconds: float = START_TIMEOUT,
+    coordinator: str | None, processes: int | None, process: int | None
 ) -> Place | None:
     """Returns the place of this process from the command line or the cluster, without contacting other processes.
 
@@ -125,7 +122,6 @@ def resolve_place(
         TPU slices). None means a single process, for which the result is None.
       processes: Number of processes.
       process: Index of this process.
-      seconds: Timeout for resolving the cluster's host names.
 
     Raises:
       ConfigError: A value is missing or invalid, or no cluster is detected.
@@ -135,7 +131,7 @@ def resolve_place(
             raise ConfigError("--processes and --process need --coordinator=HOST:PORT")
         return None
     if coordinator == "auto":
-        coordinator, processes, process = _detect_cluster(processes, process, seconds)
+        coordinator, processes, process = _detect_cluster(processes, process)
     if processes is None or process is None:
         raise ConfigError(
             "--coordinator=HOST:PORT needs --processes, their number, and --process, the number of this one from 0; or "
@@ -238,7 +234,7 @@ _NOT_DETECTED = {
 _NO_CLUSTER = "no Slurm, Open MPI, Kubernetes job or TPU slice is here: set --coordinator=HOST:PORT"
 
 
-def _detect_cluster(processes: Any, process: Any, seconds: float) -> tuple[str, Any, Any]:
+def _detect_cluster(processes: Any, process: Any) -> tuple[str, Any, Any]:
     """Returns (coordinator, processes, process); JAX's private cluster detection finds the missing ones.
 
     `JAX_COORDINATOR_ADDRESS` and `JAX_COORDINATOR_PORT` take precedence, as in `jax.distributed.initialize`.
@@ -250,7 +246,7 @@ def _detect_cluster(processes: Any, process: Any, seconds: float) -> tuple[str, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the error below names what is missing
             address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(
-                given, processes, process, (), None, int(seconds)
+                given, processes, process, (), None, START_TIMEOUT
             )
     # Errors of environments, the Kubernetes client and requests have no common base class.
     except Exception as error:
