@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -23,7 +23,7 @@ from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.parallel.mesh import ShardingRules
-from digen_jax.parallel.placement import make_placement
+from digen_jax.parallel.placement import Placement, make_placement
 from digen_jax.parallel.system import SampledImages, System, move_to_trainer, sample_shardings
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards import Rewards, alone
@@ -254,9 +254,7 @@ def system(config: ConfigDict | TrainConfig, devices: int = 8, family: Any = Non
     """All parts of a run around the toy family, its parameters where the rules put them."""
     family, asked = family or ToyFamily(), opened(config)
     check_devices(asked, devices)
-    sizes, rules = asked.placement.meshes, asked.placement.rules
-    layout = ShardingRules.of(rules, family.axes())
-    placement = make_placement(sizes, layout, jax.devices()[:devices])
+    placement = placed(asked, family, jax.devices()[:devices])
     frozen = family.params()
     trained = {part: frozen.pop(part) for part in family.trained}
     trained = jax.device_put(trained, placement.trainer.params(trained))
@@ -265,13 +263,17 @@ def system(config: ConfigDict | TrainConfig, devices: int = 8, family: Any = Non
     return assemble.connect(asked, placement, family, start, base, frozen)
 
 
+def placed(config: TrainConfig, family: Any, devices: Sequence[jax.Device]) -> Placement:
+    layout = ShardingRules.of(config.placement.rules, family.axes())
+    return make_placement(config.placement.meshes, layout, devices)
+
+
 def replace_model(patch: Callable[..., Any], build: Callable[[TrainConfig], System]) -> None:
     """Makes runs train what `build` returns instead of `config.model.folder`; `patch` is such as `setattr`."""
-    family = ToyFamily()
 
     def open_parts(config, devices, mesh):
-        placement = assemble.placed(config, family, devices, mesh)
-        return assemble.Parts(None, family, placement, None, mesh)
+        family = ToyFamily()
+        return assemble.Parts(None, family, placed(config, family, devices), None)
 
     patch(opening, "open_parts", open_parts)
     patch(opening, "load_system", lambda config, _: build(config))
