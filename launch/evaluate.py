@@ -93,7 +93,7 @@ def main() -> None:
 
     negative = f"{place}, has a negative prompt" if place else None
     model = _SAMPLING.open_model(options, negative, fits)
-    model = model.editing(records)
+    model = model._replace(family=edited(model.family, records))
     report_odd_prompts([prompts], model.family.is_truncated, known_words(model.family))
     samplers = list(map(model.sampler, options))
     found = _evaluated(model, samplers, records, rewards)

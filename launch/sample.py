@@ -87,7 +87,7 @@ def main() -> None:
         edited(family, records, source)
 
     model = _SAMPLING.open_model([options], _negative(), fits)
-    model = model.editing(records, source)
+    model = model._replace(family=edited(model.family, records, source))
     sampler = model.sampler(options)
     size = sampler.settings.size
     with prefix_errors("--format: "):

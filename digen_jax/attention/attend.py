@@ -22,7 +22,9 @@ from digen_jax.attention.kernels import (
     CUDNN,
     MULTIPLE,
     PACKED,
+    SEQUENCE,
     SPLASH,
+    TENSOR,
     XLA,
     Heads,
     Target,
@@ -161,7 +163,7 @@ def attend_jointly(
     if not causal:
         keys, groups = sum(stream.shape[1] for stream in k), k[0].shape[2]
         heads = Heads(first.shape[2], first.shape[3], log_weights is not None, groups, keys)
-        heads = heads.split(target.parts(target.heads, target.tokens))
+        heads = heads.split(target.parts(TENSOR, SEQUENCE))
         kernel = choose(target.kernel, target.device, first.dtype, heads)
     if norms is not None and kernel != PACKED:
         q, k = (
@@ -170,8 +172,8 @@ def attend_jointly(
         )
         norms = None
     compute = functools.partial(_attend_unsharded, kernel, log_weights, causal)
-    if target.mesh is None or (kernel == XLA and target.mesh.shape[target.tokens] == 1):
-        most = MOST_SCORES * target.parts(*target.rows, target.heads)
+    if target.mesh is None or (kernel == XLA and target.mesh.shape[SEQUENCE] == 1):
+        most = MOST_SCORES * target.parts(*target.rows, TENSOR)
         return compute(most, tuple(q), tuple(k), tuple(v), lengths, norms)
     compute = functools.partial(compute, MOST_SCORES)
     return on_each_device(target, compute, tuple(q), tuple(k), tuple(v), lengths, norms)
@@ -267,49 +269,30 @@ def on_each_device(
     arXiv 2309.14509), so it must divide the heads that are left on each device of the head axis.
     """
     rows_split = not q[0].shape[0] % target.parts(*target.rows)
-    heads_split = not any(a.shape[2] % target.parts(target.heads) for a in (q[0], k[0]))
+    heads_split = not any(a.shape[2] % target.parts(TENSOR) for a in (q[0], k[0]))
     rows = target.rows if rows_split else None
-    spec = PartitionSpec(rows, target.tokens, target.heads if heads_split else None)
-    parts, sizes = target.parts(target.tokens), [stream.shape[1] for stream in q]
-    if parts > 1:
-        of_k = [stream.shape[1] for stream in k]
-        attend = functools.partial(_exchanged, attend, target.tokens, sizes, of_k)
-    q, k, v = (tuple(_divisible(a, parts) for a in streams) for streams in (q, k, v))
+    spec = PartitionSpec(rows, SEQUENCE, TENSOR if heads_split else None)
+    parts = target.parts(SEQUENCE)
+    of_q, of_k = ([stream.shape[1] for stream in streams] for streams in (q, k))
+
+    def divisible(a: Float[Array, "b s h d"]) -> Float[Array, "b n h d"]:
+        return jnp.pad(a, ((0, 0), (0, -a.shape[1] % parts), (0, 0), (0, 0)))
+
+    def to_heads(streams: Streams, sizes: Sequence[int]) -> Streams:
+        exchanged = (jax.lax.all_to_all(a, SEQUENCE, 2, 1, tiled=True) for a in streams)
+        return tuple(a[:, :size] for a, size in zip(exchanged, sizes, strict=True))
+
+    def attend_to_all(q, k, v, lengths, norms):
+        """All-to-all from a shard of tokens to a shard of heads, and back."""
+        out = attend(to_heads(q, of_q), to_heads(k, of_k), to_heads(v, of_k), lengths, norms)
+        return tuple(jax.lax.all_to_all(divisible(a), SEQUENCE, 1, 2, tiled=True) for a in out)
+
+    q, k, v = (tuple(map(divisible, streams)) for streams in (q, k, v))
     out = jax.shard_map(
-        attend,
+        attend_to_all if parts > 1 else attend,
         mesh=target.mesh,
         in_specs=(spec, spec, spec, PartitionSpec(rows), PartitionSpec()),
         out_specs=spec,
         check_vma=False,  # a kernel does not declare over which axes its results vary
     )(q, k, v, lengths, norms)
-    return tuple(a[:, :size] for a, size in zip(out, sizes, strict=True))
-
-
-def _exchanged(
-    attend: Attention,
-    axis: str,
-    of_q: Sequence[int],
-    of_k: Sequence[int],
-    q: Streams,
-    k: Streams,
-    v: Streams,
-    lengths: Int[Array, "b"] | None,
-    norms: HeadNorms | None,
-) -> Streams:
-    """Attends on one device: all-to-all from a shard of tokens to a shard of heads, and back.
-
-    `of_q` and `of_k` are the number of tokens of each stream, without padding.
-    """
-
-    def to_heads(streams: Streams, sizes: Sequence[int]) -> Streams:
-        exchanged = (jax.lax.all_to_all(a, axis, 2, 1, tiled=True) for a in streams)
-        return tuple(a[:, :size] for a, size in zip(exchanged, sizes, strict=True))
-
-    out = attend(to_heads(q, of_q), to_heads(k, of_k), to_heads(v, of_k), lengths, norms)
-    parts = jax.lax.axis_size(axis)
-    return tuple(jax.lax.all_to_all(_divisible(a, parts), axis, 1, 2, tiled=True) for a in out)
-
-
-def _divisible(a: Float[Array, "b s h d"], parts: int) -> Float[Array, "b n h d"]:
-    """Pads tokens with zeros to a multiple of `parts`."""
-    return jnp.pad(a, ((0, 0), (0, -a.shape[1] % parts), (0, 0), (0, 0)))
+    return tuple(a[:, :size] for a, size in zip(out, of_q, strict=True))

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import RESIDUALS, masked, parts, unit, with_channels
+from digen_jax.attention.kernels import MULTIPLE
 
 LANES = 128
 # Largest blocks that fit a core's memory on v5e, v5p and v6e, by bytes per element; scores are float32.
@@ -145,14 +146,11 @@ def cudnn(
         of_query = unit(scale)
         log_weights = np.pad(log_weights, (0, t % 2))
         terms = parts(log_weights / (scale * of_query), k.dtype)[:, None]
-        q, k = with_channels(q, k, terms, of_query, width=cudnn_width(d, len(terms)))
+        q, k = with_channels(
+            q, k, terms, of_query, width=-(-(d + len(terms)) // MULTIPLE) * MULTIPLE
+        )
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - d)))
     out = jax.nn.dot_product_attention(
         q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn"
     )
     return out[:, :s, :, :d]
-
-
-def cudnn_width(d: int, terms: int) -> int:
-    """Returns the padded width for d channels plus `terms`: cuDNN requires multiples of 8."""
-    return -(-(d + terms) // 8) * 8

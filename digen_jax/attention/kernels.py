@@ -1,7 +1,7 @@
 """Selects the attention kernel for the devices that a network is traced for (`Target`).
 
-The sampler and the trainer trace a network inside `on_mesh`, which sets the target devices of attention and the
-sharding of its arrays.
+The sampler and the trainer trace a network inside `on_mesh` or `on_device`, which set the target devices of attention
+and the sharding of its arrays.
 
 | kernel | platform                        | memory                                           |
 | ------ | ------------------------------- | ------------------------------------------------ |
@@ -27,6 +27,8 @@ from digen_jax.errors import ConfigError
 
 Kernel = Literal["auto", "xla", "packed", "splash", "cudnn"]
 AUTO, XLA, PACKED, SPLASH, CUDNN = get_args(Kernel)
+# Mesh axes that split heads, and tokens or, in attention, heads; see `parallel.mesh`.
+TENSOR, SEQUENCE = "tensor", "sequence"
 
 # Maximum head width: blocks of splash attention fit a core's memory, and every GPU of cuDNN supports it.
 WIDEST = 128
@@ -141,16 +143,12 @@ class Target:
       kernel: Configured attention kernel, a `Kernel`.
       mesh: Mesh over which XLA partitions. None means that arrays are those of one device.
       rows: Mesh axes over which rows are split.
-      heads: Mesh axis over which heads are split.
-      tokens: Mesh axis over which tokens are split and, in attention, heads.
     """
 
     device: jax.Device | None = None
-    kernel: str = "auto"
+    kernel: str = AUTO
     mesh: Mesh | None = None
     rows: tuple[str, ...] = ()
-    heads: str = ""
-    tokens: str = ""
 
     @property
     def platform(self) -> str:
@@ -172,40 +170,26 @@ def current() -> Target:
 
 
 @contextlib.contextmanager
-def on_mesh(
-    mesh: Mesh, rows: tuple[str, ...], heads: str, tokens: str, kernel: str = "auto"
+def on_device(
+    device: jax.Device, kernel: str = AUTO, mesh: Mesh | None = None, rows: tuple[str, ...] = ()
 ) -> Iterator[None]:
-    """Context for tracing a network whose program XLA partitions over a mesh.
+    """Context for tracing a network for one device, as inside `jax.shard_map`, or for a mesh (see `Target`).
 
     Used instead of `jax.lax.platform_dependent`, which chooses at lowering: under a gradient it keeps the residuals of
     every branch, so a TPU's program would contain XLA's scores of all pairs of tokens, filled with zeros.
 
     It has an effect while the network is traced, so it must be entered inside the jitted function.
-
-    Args:
-      mesh: Devices that the program is for, all of one kind.
-      rows: Axes that split the leading dimension of activations.
-      heads: Axis that splits heads.
-      tokens: Axis that splits tokens.
-      kernel: Attention kernel, a `Kernel`.
     """
-    device = mesh.devices.flat[0]
-    split = (mesh, rows, heads, tokens) if mesh.size > 1 else ()
-    with _entered(Target(device, kernel, *split)):
-        yield
-
-
-@contextlib.contextmanager
-def on_device(device: jax.Device, kernel: str = "auto") -> Iterator[None]:
-    """Context like `on_mesh` for arrays of one device, as inside `jax.shard_map`."""
-    with _entered(Target(device, kernel)):
-        yield
-
-
-@contextlib.contextmanager
-def _entered(target: Target) -> Iterator[None]:
-    token = _current.set(target)
+    token = _current.set(Target(device, kernel, mesh, rows))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def on_mesh(
+    mesh: Mesh, rows: tuple[str, ...], kernel: str = AUTO
+) -> contextlib.AbstractContextManager[None]:
+    """Context for tracing a network whose program XLA partitions over a mesh; `rows` as in `Target`."""
+    device = mesh.devices.flat[0]
+    return on_device(device, kernel, *((mesh, rows) if mesh.size > 1 else ()))

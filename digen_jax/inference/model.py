@@ -94,20 +94,19 @@ class Model(NamedTuple):
         Raises:
           ConfigError: No steps, or a size that the model does not support.
         """
-        return _sampler(self.family, self.group, self.defaults, options)
-
-    def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
-        """Returns the model configured for the input images of the records, if it edits images.
-
-        Args:
-          records: Prompt records; all or none must have an `image`.
-          source: Size that images are resized to. None means the run's, or that of diffusers' pipeline.
-
-        Raises:
-          ConfigError: Images are missing, unreadable or of different target sizes, or a size is given without images.
-        """
-        family = edited(self.family, records, source)
-        return self if family is self.family else self._replace(family=family)
+        given = {name: value for name, value in options._asdict().items() if value is not None}
+        chosen = self.defaults._replace(**given)
+        check_positive("the number of steps", chosen.steps)
+        size = Size(chosen.height, chosen.width, chosen.frames)
+        settings = SamplerSettings(size, chosen.steps, self.family.solver)
+        with user_input():
+            policy = Policy(
+                self.family,
+                chosen.guidance,
+                true_cfg_scale=chosen.true_cfg_scale,
+                guidance_2=chosen.guidance_2,
+            )
+            return Sampler(policy, self.group, settings)
 
     def batch(self, wanted: int, images: int) -> int:
         """Returns min(`wanted`, `images`), rounded up to a multiple of the number of devices."""
@@ -145,7 +144,8 @@ def open_model(
         if lora is not None:
             shapes = trained_of(family, family.shapes())
             open_lora(lora, shapes, family.lists)
-        samplers = [_sampler(family, group, defaults, one) for one in options]
+        model = Model(family, group, Weights(None, None, None), defaults, None)
+        samplers = list(map(model.sampler, options))
         if negative is not None:
             check_negative(negative, [one.policy for one in samplers], "--")
         check_parts(family, folder, family.shapes())
@@ -170,7 +170,16 @@ def open_model(
 
 
 def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
-    """Returns the family for the input images of the records. See `Model.editing` for arguments and errors."""
+    """Returns the family for the input images of the records, if it edits images.
+
+    Args:
+      family: The model's family.
+      records: Prompt records; all or none must have an `image`.
+      source: Size that images are resized to. None means the run's, or that of diffusers' pipeline.
+
+    Raises:
+      ConfigError: Images are missing, unreadable or of different target sizes, or a size is given without images.
+    """
     with user_input():
         given = [record["image"] for record in records if "image" in record and family.edits]
         # Only (width, height), because all images may not fit in memory.
@@ -192,25 +201,6 @@ def edited(family: Family, records: Sequence[Record], source: Size | None = None
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
     """Returns a mesh of all devices: images are sharded, parameters are replicated."""
     return DeviceGroup(make_mesh(devices, data=len(devices)))
-
-
-def _sampler(
-    family: Family, group: DeviceGroup, defaults: Defaults, options: SamplingOptions
-) -> Sampler:
-    """Returns a sampler without noise between steps. Raises ConfigError for invalid options."""
-    given = {name: value for name, value in options._asdict().items() if value is not None}
-    chosen = defaults._replace(**given)
-    check_positive("the number of steps", chosen.steps)
-    size = Size(chosen.height, chosen.width, chosen.frames)
-    settings = SamplerSettings(size, chosen.steps, family.solver)
-    with user_input():
-        policy = Policy(
-            family,
-            chosen.guidance,
-            true_cfg_scale=chosen.true_cfg_scale,
-            guidance_2=chosen.guidance_2,
-        )
-        return Sampler(policy, group, settings)
 
 
 def is_run(name: str | pathlib.Path) -> bool:

@@ -11,7 +11,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from digen_jax.attention.kernels import current
+from digen_jax.attention.kernels import SEQUENCE, TENSOR, current
 from digen_jax.checkpoints.lora import is_adapted, lora_scale
 
 # TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single pass with 7 bits:
@@ -58,7 +58,7 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
     chooses layouts, and merging would copy rows where tokens do not fill the tiles of a TPU.
     """
     target = current()
-    if target.platform != "cpu" or target.parts(target.tokens) > 1:
+    if target.platform != "cpu" or target.parts(SEQUENCE) > 1:
         product, rows = cast(Any, functools.partial(_general, arguments, options)), x
     else:
         # Float32 products are exact on CPUs, so precision has no effect there.
@@ -80,7 +80,7 @@ def gathered(kernel: Float[Array, "i o"]) -> Float[Array, "i o"]:
     that is sharded over the tensor axis is unchanged, because its sharding rules determine how the product is split.
     """
     target = current()
-    if target.mesh is None or target.parts(target.heads) > 1:
+    if target.mesh is None or target.parts(TENSOR) > 1:
         return kernel
     free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * kernel.ndim)
     # The unconstrained spec isolates the kernel from its producer, so that it is rounded before it is gathered.

@@ -17,7 +17,6 @@ known only at the update, which divides by it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +31,7 @@ from digen_jax.diffusion.noising import Times
 from digen_jax.diffusion.sampling import Trajectory, Transitions, per_image
 from digen_jax.parallel.mesh import SAMPLES, SEQUENCE, tracing_on
 from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import EncodedPrompts
 
 T = TypeVar("T")
 Metrics = dict[str, Float[Array, ""]]
@@ -62,26 +62,36 @@ class NoiseLevels(NamedTuple):
 class SharedInputs(NamedTuple):
     """Inputs shared by all passes over a chunk."""
 
-    conditioning: Any
-    null: Any
-    sigma_max: Float[Array, ""]
+    prompts: EncodedPrompts
+    sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
 
 class TrainBatch(NamedTuple):
     """A chunk in the trainer's format: s transitions of b images, or b final images."""
 
     samples: Transitions | FinalImages
-    conditioning: Any  # of the P prompts
-    null: Any  # of the empty prompt
+    shared: SharedInputs
     rows: Int[Array, "b"]  # prompt index of each image
     advantages: Float[Array, "b"]  # DiffusionNFT: probability of being good; not read by DPO
     weight: Float[Array, "b"]  # 1, or 0 for excluded images
-    sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
-    @property
-    def shared(self) -> SharedInputs:
-        """Inputs shared by all passes."""
-        return SharedInputs(self.conditioning, self.null, self.sigma_max)
+
+class Policies(NamedTuple):
+    """Parameters that a pass reads; `tuned` and `base` as in `Policy`. None means that the algorithm reads none.
+
+    Attributes:
+      tuned: Parameters being trained.
+      base: All others.
+      behavior: Parameters of the policy that sampled the images.
+      start: Parameters at the start of the step. None can also mean that these are being trained.
+      copy: The algorithm's slow copy.
+    """
+
+    tuned: Any
+    base: Any
+    behavior: Any = None
+    start: Any = None
+    copy: Any = None
 
 
 class MicroBatch(NamedTuple):
@@ -167,15 +177,24 @@ class Term(NamedTuple):
     loss: Float[Array, ""]
 
 
+OF_ADVANTAGES = "loss", "policy_loss"  # sums that depend on the advantages
+
+
 class Totals(NamedTuple):
     """Sums over all samples so far, divided once, at the update.
 
-    `unscaled` is the part from groups that were closed before the global std was known, see `apply_global_std`.
+    `unscaled` is the part from groups that were closed before the global std was known; the update divides it by that.
     """
 
     gradient: Any
     sums: Metrics
     unscaled: Term | None = None
+
+    def add_policy(self, term: Term, scale: Float[Array, ""]) -> "Totals":
+        """Adds `scale` times a policy term to the loss and its gradient."""
+        gradient = _add(self.gradient, term.gradient, scale)
+        added = {name: self.sums[name] + scale * term.loss for name in OF_ADVANTAGES}
+        return self._replace(gradient=gradient, sums=self.sums | added)
 
 
 class GroupSums(NamedTuple):
@@ -198,14 +217,14 @@ class OpenGroup:
 def sum_passes(
     accumulate: Callable[..., Any],
     group: DeviceGroup,
-    parameters: tuple[Any, ...],
+    policies: Policies,
     shared: SharedInputs,
     micros: MicroBatch,
     totals: Any,
     layout: Any,
     piece: Any = None,
 ) -> Any:
-    """Returns `totals` after accumulate(totals, *parameters, shared, pass) of all passes, with the memory of one pass.
+    """Returns `totals` after accumulate(totals, policies, shared, pass) of all passes, with the memory of one pass.
 
     If every device stores full parameters and tokens are not split, each device sums its share, and the sums are
     reduced once, at the end, over the devices with other samples. Otherwise XLA reduces in every pass.
@@ -213,7 +232,7 @@ def sum_passes(
     Args:
       accumulate: Adds a pass to sums.
       group: The mesh.
-      parameters: Parameter trees.
+      policies: Parameters that a pass reads.
       shared: Inputs of all passes.
       micros: The passes, stacked.
       totals: Sums so far.
@@ -221,20 +240,34 @@ def sum_passes(
       piece: (first, count) of the passes. They may be traced, so that one program computes any piece. None means
         all passes.
     """
-    loop = functools.partial(_sum_loop, accumulate)
+
+    def loop(policies, shared, micros, totals, piece, merge, constrain):
+        """Adds the passes one by one, with each pass from `merge` and the sums from `constrain`."""
+
+        def body(number, totals):
+            micro = jax.tree.map(
+                lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros
+            )
+            return constrain(accumulate(totals, policies, shared, merge(micro)))
+
+        passes = len(jax.tree.leaves(micros)[0])
+        first, count = (0, passes) if piece is None else piece
+        # A chunk with excluded images has fewer passes.
+        end = passes if piece is None else jnp.minimum(first + count, passes)
+        return jax.lax.fori_loop(first, end, body, totals)
 
     def merge_share(micro):
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _with_image_numbers(micro))
 
-    def sum_share(parameters, shared, micros, totals, piece):
+    def sum_share(policies, shared, micros, totals, piece):
         first = jax.lax.axis_index(SAMPLES) == 0
         share = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
         with on_device(group.mesh.devices.flat[0], group.attention):
-            share = loop(parameters, shared, micros, share, piece, merge_share, lambda sums: sums)
+            share = loop(policies, shared, micros, share, piece, merge_share, lambda sums: sums)
         return jax.lax.psum(share, SAMPLES)
 
-    inputs = parameters, shared, micros, totals, piece
-    replicated = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, parameters))
+    inputs = policies, shared, micros, totals, piece
+    replicated = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, policies))
     if group.mesh.size == 1 or not replicated:
         with tracing_on(group.merged, group.attention):
             return loop(
@@ -253,29 +286,6 @@ def sum_passes(
     )(*inputs)
 
 
-def _sum_loop(
-    accumulate: Callable[..., Any],
-    parameters: tuple[Any, ...],
-    shared: SharedInputs,
-    micros: MicroBatch,
-    totals: Any,
-    piece: Any,
-    merge: Callable[[MicroBatch], MicroBatch],
-    constrain: Callable[[Any], Any],
-) -> Any:
-    """Adds the passes of a piece one by one, with each pass from `merge` and the sums from `constrain`."""
-
-    def body(number, totals):
-        micro = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros)
-        return constrain(accumulate(totals, *parameters, shared, merge(micro)))
-
-    passes = len(jax.tree.leaves(micros)[0])
-    first, count = (0, passes) if piece is None else piece
-    # A chunk with excluded images has fewer passes.
-    end = passes if piece is None else jnp.minimum(first + count, passes)
-    return jax.lax.fori_loop(first, end, body, totals)
-
-
 def recenter(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:
     """Updates the sums after the mean of the rewards decreased by `shift`."""
     return sums._replace(centred=_add(sums.centred, sums.plain, shift))
@@ -288,29 +298,13 @@ def fold_group(
     if scale is None:
         totals = totals._replace(unscaled=_add(totals.unscaled, sums.centred, 1.0))
     else:
-        totals = _add_policy(totals, sums.centred, scale)
-    others = dict(sums.sums)
+        totals = totals.add_policy(sums.centred, scale)
+    gradient = totals.gradient
+    added = {name: totals.sums[name] + value for name, value in sums.sums.items()}
     if sums.kl is not None:
-        penalty = _add(Term(totals.gradient, totals.sums["loss"]), sums.kl, kl_coefficient)
-        totals = totals._replace(
-            gradient=penalty.gradient, sums=totals.sums | {"loss": penalty.loss}
-        )
-        others["kl"] = sums.kl.loss
-    added = {name: totals.sums[name] + value for name, value in others.items()}
-    return totals._replace(sums=totals.sums | added)
-
-
-def apply_global_std(totals: Totals, scale: Float[Array, ""]) -> Totals:
-    """Divides the unscaled part, if any, by the global std; `scale` is 1 / (std + eps)."""
-    if (unscaled := totals.unscaled) is None:
-        return totals
-    return _add_policy(totals._replace(unscaled=None), unscaled, scale)
-
-
-def _add_policy(totals: Totals, term: Term, scale: Any) -> Totals:
-    """Adds `scale` times a policy term to the loss and its gradient."""
-    gradient = jax.tree.map(lambda a, b: a + scale * b, totals.gradient, term.gradient)
-    added = {name: totals.sums[name] + scale * term.loss for name in ("loss", "policy_loss")}
+        gradient = _add(gradient, sums.kl.gradient, kl_coefficient)
+        added["loss"] = totals.sums["loss"] + kl_coefficient * sums.kl.loss
+        added["kl"] = totals.sums["kl"] + sums.kl.loss
     return totals._replace(gradient=gradient, sums=totals.sums | added)
 
 

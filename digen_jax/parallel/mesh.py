@@ -31,15 +31,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
-from digen_jax.attention.kernels import on_mesh
+from digen_jax.attention.kernels import SEQUENCE, TENSOR, on_mesh
 from digen_jax.checkpoints.lora import factor_axes
 from digen_jax.checkpoints.tensors import LAYERS
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Params
 from digen_jax.process import job
 
-TIME, DATA, FSDP, TENSOR, SEQUENCE = "time", "data", "fsdp", "tensor", "sequence"
-
+TIME, DATA, FSDP = "time", "data", "fsdp"
 BATCH = (DATA, FSDP)  # axes that split images
 MODEL = (TENSOR, SEQUENCE)  # axes that split the work on an image; their devices are neighbours
 SAMPLES = (TIME, *BATCH)  # axes with different samples: a gradient is the sum over them
@@ -71,6 +70,12 @@ def put(value: Any, sharding: Sharding) -> Array:
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Returns shapes with shardings; a sharding may be for a subtree."""
+    each = jax.tree.broadcast(shardings, shapes)
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, each)
 
 
 def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
@@ -240,7 +245,7 @@ def tracing_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
       attention: Configured kernel (see `attention.kernels`).
     """
     mesh, (rows, *_) = cast(Mesh, sharding.mesh), sharding.spec
-    with on_mesh(mesh, rows, TENSOR, SEQUENCE, attention), _shard_activations(sharding):
+    with on_mesh(mesh, rows, attention), _shard_activations(sharding):
         yield
 
 

@@ -1,39 +1,30 @@
 """The trainer's objectives: summed gradients and metrics of one pass, as functions of the trained parameters."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from digen_jax.algorithms.algorithm import Algorithm, Matching, MatchingSamples, Samples, Velocities
 from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
 from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.parallel.accumulate import GroupSums, MicroBatch, SharedInputs, Term, Totals
-from digen_jax.parallel.policy import Policy, null_rows
+from digen_jax.parallel.accumulate import (
+    OF_ADVANTAGES,
+    GroupSums,
+    MicroBatch,
+    Policies,
+    SharedInputs,
+    Term,
+    Totals,
+)
+from digen_jax.parallel.policy import Policy
 
 if TYPE_CHECKING:  # imported if the config names it
     from digen_jax.algorithms.policy_gradient import PolicyGradient
-
-
-class Policies(NamedTuple):
-    """Parameters other than those being trained. None means that the algorithm does not read them.
-
-    Attributes:
-      behavior: Parameters of the policy that sampled the images.
-      start: Parameters at the start of the step. None can also mean that these are being trained.
-      copy: The algorithm's slow copy.
-    """
-
-    behavior: Any = None
-    start: Any = None
-    copy: Any = None
-
-
-OF_ADVANTAGES = "loss", "policy_loss"  # sums that depend on the advantages
 
 
 def zero_totals(algorithm: Algorithm, tuned: Any) -> Totals:
@@ -42,14 +33,9 @@ def zero_totals(algorithm: Algorithm, tuned: Any) -> Totals:
     return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)
 
 
-def _prompts(shared: SharedInputs, rows: Int[Array, "n"]) -> tuple[Any, Any]:
-    """Returns (conditioning, null conditioning) of each sample."""
-    return jax.tree.map(lambda c: c[rows], shared.conditioning), null_rows(shared.null, rows)
-
-
 @dataclasses.dataclass(frozen=True)
 class TransitionObjective:
-    """Policy-gradient loss on transitions. `base` is the policy's (see `Policy`)."""
+    """Policy-gradient loss on transitions."""
 
     policy: Policy
     step: ReverseStep
@@ -63,14 +49,12 @@ class TransitionObjective:
         known.pop("kl", None)
         return GroupSums(none, none, none if self.algorithm.kl_coefficient else None, known)
 
-    def gradient(
-        self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
-    ) -> Totals:
+    def gradient(self, policies: Policies, shared: SharedInputs, micro: MicroBatch) -> Totals:
         """Returns the summed gradient and metrics of one pass.
 
         If the loss is decoupled and `policies.start` is None, `tuned` are the parameters at the start of the step.
         """
-        recomputed = start = None
+        base, recomputed, start = policies.base, None, None
         if self.algorithm.reads_behavior:
             recomputed = self._replay(policies.behavior, base, shared, micro)
         if policies.start is not None:
@@ -91,11 +75,12 @@ class TransitionObjective:
                 samples = samples._replace(kl=self._kl(new, base, shared, micro))
             return self.algorithm.loss(samples)
 
-        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(policies.tuned)
         return Totals(gradient, sums)
 
-    def linear(self, tuned: Any, base: Any, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
+    def linear(self, policies: Policies, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
         """Returns the sums of one pass with advantages r_i - m and "current" old log-probabilities."""
+        base = policies.base
         policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
         with_kl = self.algorithm.kl_coefficient > 0
 
@@ -115,7 +100,7 @@ class TransitionObjective:
             kl = self._kl(new, base, shared, micro)
             return (centred, plain, jnp.sum(micro.weight * kl)), sums
 
-        values, pullback, sums = jax.vjp(terms, tuned, has_aux=True)
+        values, pullback, sums = jax.vjp(terms, policies.tuned, has_aux=True)
         units = [[jnp.float32(i == j) for j in range(len(values))] for i in range(len(values))]
         parts = [
             Term(pullback(tuple(unit))[0], value) for unit, value in zip(units, values, strict=True)
@@ -123,7 +108,7 @@ class TransitionObjective:
         return GroupSums(parts[0], parts[1], parts[2] if with_kl else None, sums)
 
     def _replay(self, tuned, base, shared, micro):
-        velocity = self.policy.velocity(tuned, base, *_prompts(shared, micro.rows))
+        velocity = self.policy.velocity(tuned, base, *shared.prompts.at(micro.rows))
         return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
@@ -146,7 +131,7 @@ class TransitionObjective:
     def _kl(self, new: Replay, base, shared, micro):
         """Returns the KL to the reference for each sample."""
         t = micro.samples
-        velocity = self.policy.reference(base, *_prompts(shared, micro.rows))
+        velocity = self.policy.reference(base, *shared.prompts.at(micro.rows))
         reference = replay(velocity, t, self.step, shared.sigma_max)
         match self.algorithm.kl:
             case "velocity":
@@ -160,7 +145,7 @@ class TransitionObjective:
 
 @dataclasses.dataclass(frozen=True)
 class MatchingObjective:
-    """Loss on final images. `base` is the policy's (see `Policy`), with training's guidance scales.
+    """Loss on final images. `policy` has training's guidance scales.
 
     A pass generates the noise from each image's key.
     """
@@ -168,12 +153,10 @@ class MatchingObjective:
     policy: Policy
     algorithm: Matching
 
-    def gradient(
-        self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
-    ) -> Totals:
+    def gradient(self, policies: Policies, shared: SharedInputs, micro: MicroBatch) -> Totals:
         """Returns the summed gradient and metrics of one pass."""
-        samples = self._samples(micro)
-        prompts = _prompts(shared, jnp.repeat(micro.rows, self.algorithm.images_per_sample))
+        base, samples = policies.base, self._samples(micro)
+        prompts = shared.prompts.at(jnp.repeat(micro.rows, self.algorithm.images_per_sample))
 
         def velocity(parameters: Any) -> Array:
             policy = self.policy.velocity(parameters, base, *prompts)
@@ -193,7 +176,7 @@ class MatchingObjective:
             sums = {name: weighted_sum(micro.weight, term) for name, term in terms.items()}
             return sums["loss"], sums | {"weight": jnp.sum(micro.weight)}
 
-        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(policies.tuned)
         return Totals(gradient, sums)
 
     def _samples(self, micro: MicroBatch) -> MatchingSamples:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Shaped
 from digen_jax.attention.kernels import AUTO
 from digen_jax.errors import ConfigError, Count, PositiveInt
 from digen_jax.parallel.mesh import (
+    ALL,
     BATCH,
     DATA,
     FSDP,
@@ -28,7 +30,6 @@ from digen_jax.parallel.mesh import (
 
 MeshRole = Literal["trainer", "rollout"]  # role of a process's only mesh
 PROCESS_FIELDS = ("hosts", "max_workers")  # fields that do not change a mesh's number of devices
-NON_AXIS_FIELDS = (*PROCESS_FIELDS, "samples")  # fields of a mesh's section that are not axis sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +179,27 @@ def chunked_map(
     return jax.tree.map(join, jax.lax.map(run, jax.tree.map(split, batch)))
 
 
+class MeshAxes:
+    """Axis sizes of a mesh: those fields of a subclass that name an axis."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of each axis."""
+        return {name: size for name, size in vars(self).items() if name in ALL}
+
+    @property
+    def images(self) -> int:
+        """Number of shards of a batch's images."""
+        return self.axes[DATA] * self.axes[FSDP]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices per mesh."""
+        return math.prod(self.axes.values())
+
+
 @dataclasses.dataclass(frozen=True)
-class RolloutAxes:
+class RolloutAxes(MeshAxes):
     """Number and axes of the rollout workers' meshes. If `data` is 0, the trainer's devices sample."""
 
     # data-parallel size: devices that split the images; 0 means that the trainer's devices sample, alternating with
@@ -195,19 +215,9 @@ class RolloutAxes:
     # heads
     sequence: PositiveInt = 1
 
-    @property
-    def images(self) -> int:
-        """Number of shards of a batch's images."""
-        return self.data * self.fsdp
-
-    @property
-    def devices(self) -> int:
-        """Number of devices per mesh."""
-        return self.images * self.tensor * self.sequence
-
 
 @dataclasses.dataclass(frozen=True)
-class TrainerAxes:
+class TrainerAxes(MeshAxes):
     """Number and axes of the training meshes."""
 
     data: PositiveInt  # data-parallel size: devices that split the images
@@ -224,16 +234,6 @@ class TrainerAxes:
     # generation)
     samples: bool = False
 
-    @property
-    def images(self) -> int:
-        """Number of shards of a batch's images."""
-        return self.data * self.fsdp
-
-    @property
-    def devices(self) -> int:
-        """Number of devices per mesh."""
-        return self.images * self.time * self.tensor * self.sequence
-
 
 class MeshSizes(NamedTuple):
     """Sizes of each mesh's axes, in devices."""
@@ -244,12 +244,6 @@ class MeshSizes(NamedTuple):
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Returns {"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
         return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
-
-
-def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
-    """Returns the axis sizes of one mesh, without its role and the numbers of workers and processes."""
-    others = {"workers", *NON_AXIS_FIELDS}
-    return {name: size for name, size in vars(sizes).items() if name not in others}
 
 
 ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))  # samples and trains
@@ -337,15 +331,17 @@ def make_placement(
     """
     check_processes(sizes, devices)
     if len(devices) == 1:
-        return Placement((), DeviceGroup(make_mesh(devices), layout, attention))
+        sizes = ONE_DEVICE
     size, trainer = devices_per_mesh(sizes, len(devices))
-    starts = range(0, size * sizes.rollout.workers, size) if size else ()
-    sampling = (make_mesh(devices[i : i + size], **mesh_axes(sizes.rollout)) for i in starts)
-    first = size * len(starts)
-    starts = range(first, first + trainer * sizes.trainer.workers, trainer)
-    training = (make_mesh(devices[i : i + trainer], **mesh_axes(sizes.trainer)) for i in starts)
-    rollouts = tuple(DeviceGroup(mesh, layout, attention) for mesh in sampling)
-    home, *others = (DeviceGroup(mesh, layout, attention) for mesh in training)
+
+    def group(axes: RolloutAxes | TrainerAxes, first: int) -> DeviceGroup:
+        mesh = make_mesh(devices[first : first + axes.devices], **axes.axes)
+        return DeviceGroup(mesh, layout, attention)
+
+    first = size * sizes.rollout.workers
+    rollouts = tuple(group(sizes.rollout, i) for i in range(0, first, size or 1))
+    last = first + trainer * sizes.trainer.workers
+    home, *others = (group(sizes.trainer, i) for i in range(first, last, trainer))
     return Placement(rollouts, home, others=tuple(others))
 
 
@@ -367,7 +363,7 @@ def make_process_placement(
             f"config.placement.{mesh} has {axes.devices} devices, but its process has {len(devices)}: reduce "
             "it, or start the process with more devices"
         )
-    group = DeviceGroup(make_mesh(devices[: axes.devices], **mesh_axes(axes)), layout, attention)
+    group = DeviceGroup(make_mesh(devices[: axes.devices], **axes.axes), layout, attention)
     if mesh == "rollout":
         return Placement((group,), None)
     sampling = sizes.rollout.workers if sizes.rollout.data else 0
@@ -434,7 +430,7 @@ def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
         return [d for d in range(1, min(number, devices) + 1) if number % d == 0] or [number]
 
     def smaller(axes: Any) -> list[Any]:
-        names = [name for name in vars(axes) if name not in NON_AXIS_FIELDS]
+        names = [name for name in vars(axes) if name in (*axes.axes, "workers")]
         choices = itertools.product(*(divisors(getattr(axes, name)) for name in names))
         return [dataclasses.replace(axes, **dict(zip(names, one, strict=True))) for one in choices]
 

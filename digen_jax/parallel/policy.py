@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,25 @@ from digen_jax.diffusion.sampling import Velocity
 from digen_jax.models.family import Family
 
 Params = Any
+
+
+class EncodedPrompts(NamedTuple):
+    """Conditioning of prompts, replicated on a mesh.
+
+    Attributes:
+      conditioning: Conditioning of each prompt.
+      null: Null conditioning of each prompt, or one row for all. None means that the policy does not read it.
+    """
+
+    conditioning: Any
+    null: Any
+
+    def at(self, rows: Int[Array, "n"]) -> "EncodedPrompts":
+        """Returns the prompts with these indices; a single null row stays one."""
+        null = jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], self.null)
+        return EncodedPrompts(jax.tree.map(lambda c: c[rows], self.conditioning), null)
+
+
 GUIDED = "classifier-free", "embedded", "both"
 
 
@@ -210,11 +229,6 @@ class Policy:
 def _collections(trained: Params) -> Params:
     """Returns the variables of the family's velocity, given only parameters."""
     return {part: {"params": tree} for part, tree in trained.items()}
-
-
-def null_rows(null: Any, rows: Int[Array, "b"]) -> Any:
-    """Returns the null conditioning of each row, or the single row that applies to all."""
-    return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
 
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}

@@ -30,9 +30,9 @@ from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.images import share
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.encoding import PrecomputedPrompts, jit_encoder
-from digen_jax.parallel.mesh import fetch, put, tracing_on
+from digen_jax.parallel.mesh import fetch, put, tracing_on, with_shardings
 from digen_jax.parallel.placement import DeviceGroup, chunked_map
-from digen_jax.parallel.policy import Policy, jit_as_written, null_rows
+from digen_jax.parallel.policy import EncodedPrompts, Policy, jit_as_written
 
 # Seed of evaluations, independent of the run's, so that they are comparable across runs.
 SEED = 2**20
@@ -106,13 +106,6 @@ class Weights(NamedTuple):
     frozen: Any
 
 
-class EncodedPrompts(NamedTuple):
-    """Conditioning and null conditioning (or one row for all) of records, replicated on the sampler's mesh."""
-
-    conditioning: Any
-    null: Any  # None means that the policy does not read it
-
-
 class Decoded(NamedTuple):
     """Decoded clips as bytes, and which of them have a NaN."""
 
@@ -145,12 +138,10 @@ class Sampler:
         self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
         self.shape = family.latent_shape(settings.size)
         self.sigmas = family.sigmas(settings.steps, settings.size)
-        steps = steps_of_experts(family, self.sigmas)
+        self._steps = steps_of_experts(family, self.sigmas)
         self._encode = jit_encoder(family, group)
-        fixed = policy, settings, self.shape, self.sigmas, steps, group
-        generate = functools.partial(_generate, *fixed)
-        self._generate = jit_as_written(generate)
-        self._decode = jax.jit(functools.partial(_decode, family, settings.size, group))
+        self._generate = jit_as_written(self._sample)
+        self._decode = jax.jit(self._decode_clips)
 
     def encode(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
         """Returns the conditioning of each record."""
@@ -246,14 +237,58 @@ class Sampler:
         """Returns the shapes of the result of `encode`."""
         encoders = self._encoders(weights)
         prompts = jax.eval_shape(lambda encoders: self._run_encoders(encoders, records), encoders)
-        return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
+        return with_shardings(prompts, self.group.replicated)
 
     def _encoders(self, weights: Weights) -> Params:
         """Returns the shapes of the text encoders."""
         if self.stored is None:
             return weights.frozen
-        shardings = self.group.params(self.stored.encoders)
-        return jax.tree.map(lambda s, at: s.update(sharding=at), self.stored.encoders, shardings)
+        return with_shardings(self.stored.encoders, self.group.params(self.stored.encoders))
+
+    # While tracing:
+
+    def _sample(
+        self,
+        weights: Weights,
+        prompts: EncodedPrompts,
+        rows: Int[Array, "b"],
+        keys: Key[Array, "b"],
+        start_keys: Key[Array, "b"],
+        start: Int[Array, ""],
+        trained: Int[Array, "k b"] | None,
+    ) -> Trajectory:
+        """See `generate`."""
+        group, settings = self.group, self.settings
+        split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
+        conditioning, null = prompts.at(rows)
+        conditioning = jax.tree.map(split, conditioning)
+        stages = [
+            Stage(expert.velocity(weights.tuned, weights.base, conditioning, null), count)
+            for expert, count in zip(self.policy.experts, self._steps, strict=True)
+            if count
+        ]
+        noise, window = split(start_noise(start_keys, self.shape)), (start, settings.length)
+        stored = settings.store_dtype, settings.store_means
+        with tracing_on(group.batch, group.attention):
+            trajectory = sample(stages, noise, self.sigmas, settings.step, keys, window, *stored)
+        if trained is None:
+            return trajectory
+        # Select on this mesh, so that untrained transitions are neither stored nor sent to the trainer.
+        return trajectory._replace(transitions=select_steps(trajectory.transitions, trained))
+
+    def _decode_clips(self, frozen: Any, latents: Float[Array, "b *latent"]) -> Decoded:
+        """Decodes clips in chunks of a size that bounds memory; devices of `sequence` decode parts of each frame."""
+        family, size, group = self.policy.family, self.settings.size, self.group
+
+        def decode(latents: Float[Array, "n *latent"]) -> Decoded:
+            if size.frames > 1:
+                latents = jax.lax.with_sharding_constraint(latents, group.clips(latents.shape))
+            clips = family.decode(frozen, latents)
+            has_nan = jnp.isnan(clips).any(axis=(1, 2, 3, 4))
+            return Decoded(jnp.round(jnp.clip(clips, 0, 1) * 255).astype(jnp.uint8), has_nan)
+
+        rows = max(1, family.decoded_pixels // math.prod(size))
+        return chunked_map(decode, latents, rows, group)
 
 
 def steps_of_experts(family: Family, sigmas: Float32[np.ndarray, "sigmas"]) -> tuple[int, ...]:
@@ -262,59 +297,6 @@ def steps_of_experts(family: Family, sigmas: Float32[np.ndarray, "sigmas"]) -> t
         return (len(sigmas) - 1,)
     experts = np.asarray(family.expert(jnp.asarray(sigmas[:-1])))
     return tuple(int((experts == number).sum()) for number in range(len(family.trained)))
-
-
-def _generate(
-    policy: Policy,
-    settings: SamplerSettings,
-    shape: tuple[int, ...],
-    sigmas: Float[np.ndarray, "sigmas"],
-    steps: Sequence[int],
-    group: DeviceGroup,
-    weights: Weights,
-    prompts: EncodedPrompts,
-    rows: Int[Array, "b"],
-    keys: Key[Array, "b"],
-    start_keys: Key[Array, "b"],
-    start: Int[Array, ""],
-    trained: Int[Array, "k b"] | None,
-) -> Trajectory:
-    split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
-    conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
-    null = null_rows(prompts.null, rows)
-    stages = [
-        Stage(expert.velocity(weights.tuned, weights.base, conditioning, null), count)
-        for expert, count in zip(policy.experts, steps, strict=True)
-        if count
-    ]
-    noise, window = split(start_noise(start_keys, shape)), (start, settings.length)
-    stored = settings.store_dtype, settings.store_means
-    with tracing_on(group.batch, group.attention):
-        trajectory = sample(stages, noise, sigmas, settings.step, keys, window, *stored)
-    if trained is None:
-        return trajectory
-    # Select on this mesh, so that untrained transitions are neither stored nor sent to the trainer.
-    return trajectory._replace(transitions=select_steps(trajectory.transitions, trained))
-
-
-def _decode(
-    family: Family,
-    size: Size,
-    group: DeviceGroup,
-    frozen: Any,
-    latents: Float[Array, "b *latent"],
-) -> Decoded:
-    """Decodes clips in chunks of a size that bounds memory; devices of `sequence` decode parts of each frame."""
-
-    def decode(latents: Float[Array, "n *latent"]) -> Decoded:
-        if size.frames > 1:
-            latents = jax.lax.with_sharding_constraint(latents, group.clips(latents.shape))
-        clips = family.decode(frozen, latents)
-        has_nan = jnp.isnan(clips).any(axis=(1, 2, 3, 4))
-        return Decoded(jnp.round(jnp.clip(clips, 0, 1) * 255).astype(jnp.uint8), has_nan)
-
-    rows = max(1, family.decoded_pixels // math.prod(size))
-    return chunked_map(decode, latents, rows, group)
 
 
 def sample_fixed(

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.diffusion.sampling import Transitions
-from digen_jax.parallel.accumulate import FinalImages, TrainBatch
-from digen_jax.parallel.mesh import put
+from digen_jax.parallel.accumulate import FinalImages, SharedInputs, TrainBatch
+from digen_jax.parallel.mesh import put, with_shardings
 from digen_jax.parallel.placement import DeviceGroup, Placement
-from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.sampler import EncodedPrompts, Sampler, SampleRng, Weights
+from digen_jax.parallel.policy import EncodedPrompts, Policy
+from digen_jax.parallel.sampler import Sampler, SampleRng, Weights
 from digen_jax.parallel.trainer import Trainer
 
 
@@ -106,10 +106,15 @@ class System(NamedTuple):
         return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
 
     def assistant(self, weights: str) -> Rollout:
-        """Returns the rollout on the trainer's devices; `weights` as in `assistant_group`."""
+        """Returns the rollout on the trainer's devices.
+
+        With `weights` "in place", it samples with the trainer's shardings; with "resharded", with copies that are
+        unsharded except over the axis tensor, which take memory and save gathering in every pass.
+        """
         if self.placement.colocated:
             return self.rollouts[0]
-        group = assistant_group(self.placement.trainer, weights)
+        trainer = self.placement.trainer
+        group = trainer.as_sampler if weights == "in place" else trainer.gathered
         if self.sampling_on is not None:
             return self.sampling_on(group)
         return self.rollouts[0].moved(group, self.policy.sampler_base(self.base))
@@ -125,17 +130,6 @@ class System(NamedTuple):
         If colocated, they are the trainer's arrays, which its next update donates.
         """
         return self.rollouts[0].weights(tuned)
-
-
-def assistant_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
-    """Returns the device group that samples on the trainer's devices.
-
-    Args:
-      trainer: Mesh of the trainer.
-      weights: "in place" samples with the trainer's shardings. "resharded" samples with copies that are unsharded
-        except over the axis tensor; these take memory and save gathering in every pass.
-    """
-    return trainer.as_sampler if weights == "in place" else trainer.gathered
 
 
 def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
@@ -167,9 +161,7 @@ def trace_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.
 
 def sharded_shapes(tree: Any, group: DeviceGroup) -> Any:
     """Adds the shardings of a mesh's rules to shapes of parameters."""
-    return jax.tree.map(
-        lambda leaf, sharding: leaf.update(sharding=sharding), tree, group.params(tree)
-    )
+    return with_shardings(tree, group.params(tree))
 
 
 def shapes_in_dtype(tree: Any, dtype: Any) -> Any:
@@ -273,7 +265,7 @@ def make_train_batch(
         samples, rows = FinalImages(x0, keys, samples.sigmas), rows[first]
     each = (rows, prepared.advantages, prepared.weight)
     at, values, weights = (put(a, group.batch) for a in each)
-    return TrainBatch(samples, *prompts, at, values, weights, images.sigmas[1])
+    return TrainBatch(samples, SharedInputs(prompts, images.sigmas[1]), at, values, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

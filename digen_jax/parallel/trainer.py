@@ -18,17 +18,17 @@ from digen_jax.parallel.accumulate import (
     GroupSums,
     Metrics,
     OpenGroup,
+    Policies,
     Term,
     Totals,
     TrainBatch,
-    apply_global_std,
     fold_group,
     passes,
     recenter,
     sum_passes,
 )
-from digen_jax.parallel.mesh import put
-from digen_jax.parallel.objectives import Policies, make_objective, zero_totals
+from digen_jax.parallel.mesh import put, with_shardings
+from digen_jax.parallel.objectives import make_objective, zero_totals
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy, jit_as_written
 
@@ -117,9 +117,6 @@ class Trainer:
             make_objective(expert, step, algorithm) for expert in policy.experts
         ]
 
-        def start(tuned):
-            return self._constrain(zero_totals(algorithm, tuned))
-
         def start_group(tuned):
             return self._constrain(self._objectives[0].zero_group(tuned))
 
@@ -130,10 +127,10 @@ class Trainer:
         def add(totals, others):
             return self._constrain(jax.tree.map(jnp.add, totals, others))
 
-        self._start, self._start_group = jax.jit(start), jax.jit(start_group)
-        self._empty = jax.jit(self._empty_totals, static_argnums=1)
-        self._accumulate = jit_as_written(self._accumulate_passes, donate_argnums=4)
-        self._accumulate_group = jit_as_written(self._accumulate_open_group, donate_argnums=4)
+        self._start = jax.jit(self._zero_totals, static_argnums=1)
+        self._start_group = jax.jit(start_group)
+        self._accumulate = jit_as_written(self._accumulate_passes, donate_argnums=2)
+        self._accumulate_group = jit_as_written(self._accumulate_open_group, donate_argnums=3)
         self._fold, self._add = (jax.jit(one, donate_argnums=0) for one in (fold, add))
         self._update = jax.jit(self._apply_update, donate_argnums=0)
         # A copy that samples is not donated: samplers and the trainer still refer to the version.
@@ -181,10 +178,10 @@ class Trainer:
             raise ValueError("the policy that sampled is evaluated, so accumulate needs behavior")
         if totals is None:
             totals = self._start(state.tuned)
-        policies = self.policies(state, behavior, start)
+        policies = self._policies(state, base, behavior, start)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
         part = None if piece is None else tuple(map(np.int32, piece))
-        totals = self._accumulate(state.tuned, base, policies, train_batch, totals, part)
+        totals = self._accumulate(policies, train_batch, totals, part)
         return totals._replace(unscaled=unscaled)
 
     def accumulate_early(
@@ -205,8 +202,9 @@ class Trainer:
         centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
         train_batch = train_batch._replace(advantages=put(centred, self.group.batch))
         sums = self._start_group(state.tuned) if group is None else group.sums
-        args = (state.tuned, base, train_batch, np.float32(shift), sums)
-        return OpenGroup(known, self._accumulate_group(*args))
+        policies = Policies(state.tuned, base)
+        sums = self._accumulate_group(policies, train_batch, np.float32(shift), sums)
+        return OpenGroup(known, sums)
 
     def close(
         self, group: OpenGroup, totals: Totals | None, std: Literal["group", "global"]
@@ -231,10 +229,9 @@ class Trainer:
                     "cannot be trained before it is complete"
                 )
             scale = np.float32(scale)
-        if totals is None:
-            totals = self._empty(group.sums, std)
-        elif std == "global" and totals.unscaled is None:
-            totals = totals._replace(unscaled=self._empty(group.sums, std).unscaled)
+        if totals is None or (std == "global" and totals.unscaled is None):
+            empty = self._start(group.sums.plain.gradient, std == "global")
+            totals = empty if totals is None else totals._replace(unscaled=empty.unscaled)
         return self._fold(totals, group.sums, scale)
 
     def add(self, totals: Totals | None, others: Totals) -> Totals:
@@ -287,10 +284,12 @@ class Trainer:
         """Returns the behavior policy between two steps: the trained parameters, or the algorithm's copy."""
         return state.copy if self.algorithm.samples_from_copy else state.tuned
 
-    def policies(self, state: TrainState, behavior: Any, start: Any) -> Policies:
-        """Returns the other parameters that the algorithm reads; arguments as in `accumulate`."""
+    def _policies(self, state: TrainState, base: Any, behavior: Any, start: Any) -> Policies:
+        """Returns the parameters that the algorithm reads; arguments as in `accumulate`."""
         algorithm = self.algorithm
         return Policies(
+            state.tuned,
+            base,
             behavior if algorithm.reads_behavior else None,
             start if algorithm.reads_start else None,
             # A copy that samples is read as the behavior policy.
@@ -299,9 +298,8 @@ class Trainer:
 
     def trace_accumulate(self, tuned: Any, base: Any, train_batch: TrainBatch) -> jax.stages.Traced:
         """Traces the program of `accumulate` for shapes with shardings."""
-        state = self._state_shapes(tuned)
-        policies, totals = self.policies(state, tuned, None), self._totals_shapes(tuned)
-        return self._accumulate.trace(tuned, base, policies, train_batch, totals)
+        policies = self._policies(self._state_shapes(tuned), base, tuned, None)
+        return self._accumulate.trace(policies, train_batch, self._totals_shapes(tuned))
 
     def trace_update(self, tuned: Any) -> jax.stages.Traced:
         """Traces the program of `update` for shapes with shardings."""
@@ -310,13 +308,13 @@ class Trainer:
 
     def _state_shapes(self, tuned: Any) -> TrainState:
         optimizer = jax.eval_shape(self._optimizer.init, tuned)
-        optimizer = _with_shardings(optimizer, self._shardings(tuned).optimizer)
+        optimizer = with_shardings(optimizer, self._shardings(tuned).optimizer)
         kept = self.settings.ema, self.algorithm.slow_copy
         return TrainState(tuned, optimizer, *(tuned if one else None for one in kept))
 
     def _totals_shapes(self, tuned: Any) -> Totals:
         totals = jax.eval_shape(self._start, tuned)
-        return _with_shardings(totals, self.shardings_of(totals))
+        return with_shardings(totals, self._layout(totals))
 
     def _shardings(self, tuned: Any) -> TrainState:
         """Returns the shardings of a state: average and moments like their parameters, counts replicated."""
@@ -350,9 +348,9 @@ class Trainer:
         return jax.lax.with_sharding_constraint(sums, self._layout(sums))
 
     def _sum(
-        self, gradient: Any, parameters: tuple, train_batch: TrainBatch, sums: Any, piece: Any
+        self, gradient: Any, policies: Policies, train_batch: TrainBatch, sums: Any, piece: Any
     ) -> Any:
-        """Adds gradient(objective, *parameters, shared, pass) of all passes to the sums.
+        """Adds gradient(objective, policies, shared, pass) of all passes to the sums.
 
         A pass goes through each expert of its samples once, with weight 0 for samples of the others.
         """
@@ -379,37 +377,28 @@ class Trainer:
         times = self.algorithm.times
         micros = passes(train_batch, images, self.settings.pack, self.group, times)
         layout, shared = self._layout(sums), train_batch.shared
-        return sum_passes(accumulate, self.group, parameters, shared, micros, sums, layout, piece)
+        return sum_passes(accumulate, self.group, policies, shared, micros, sums, layout, piece)
 
     def _accumulate_passes(
-        self,
-        tuned: Any,
-        base: Any,
-        policies: Policies,
-        train_batch: TrainBatch,
-        totals: Totals,
-        piece: Any = None,
+        self, policies: Policies, train_batch: TrainBatch, totals: Totals, piece: Any = None
     ) -> Totals:
-        def gradient(objective, tuned, base, behavior, start, copy, shared, micro):
-            policies = Policies(behavior, start, copy)
-            return objective.gradient(tuned, base, policies, shared, micro)
+        def gradient(objective, *inputs):
+            return objective.gradient(*inputs)
 
-        return self._sum(gradient, (tuned, base, *policies), train_batch, totals, piece)
+        return self._sum(gradient, policies, train_batch, totals, piece)
 
     def _accumulate_open_group(
-        self, tuned: Any, base: Any, train_batch: TrainBatch, shift: Any, sums: GroupSums
+        self, policies: Policies, train_batch: TrainBatch, shift: Any, sums: GroupSums
     ) -> GroupSums:
-        sums = recenter(sums, shift)
-
         def gradient(objective, *inputs):
             return objective.linear(*inputs)
 
-        return self._sum(gradient, (tuned, base), train_batch, sums, None)
+        return self._sum(gradient, policies, train_batch, recenter(sums, shift), None)
 
-    def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
-        totals = zero_totals(self.algorithm, sums.plain.gradient)
-        if std == "global":
-            totals = totals._replace(unscaled=jax.tree.map(jnp.zeros_like, sums.plain))
+    def _zero_totals(self, tuned: Any, unscaled: bool = False) -> Totals:
+        totals = zero_totals(self.algorithm, tuned)
+        if unscaled:
+            totals = totals._replace(unscaled=Term(totals.gradient, jnp.zeros(())))
         return self._constrain(totals)
 
     def _updated_copy(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
@@ -419,8 +408,8 @@ class Trainer:
     def _apply_update(
         self, state: TrainState, totals: Totals, scale: Any
     ) -> tuple[TrainState, Metrics]:
-        if scale is not None:
-            totals = apply_global_std(totals, scale)
+        if totals.unscaled is not None:
+            totals = totals.add_policy(totals.unscaled, scale)
         weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample is excluded
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
@@ -434,7 +423,3 @@ class Trainer:
         # Otherwise the compiler may choose another layout for the new state.
         state = TrainState(tuned, optimizer, ema)
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
-
-
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)

@@ -15,8 +15,9 @@ from digen_jax.assemble import outline
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import negatives_differ
 from digen_jax.models.family import Family, Record, Size
-from digen_jax.parallel.accumulate import TrainBatch, trained_part
+from digen_jax.parallel.accumulate import SharedInputs, TrainBatch, trained_part
 from digen_jax.parallel.encoding import block_size, example_record
+from digen_jax.parallel.mesh import with_shardings
 from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.parallel.system import System, sample_shardings, trace_reshard
 from digen_jax.planning.flops import Work, sampling_work, training_work
@@ -164,14 +165,14 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
         count, *shape = trained.x0.shape
         trained = trained._replace(x0=trained.x0.update(shape=(count, 2, *shape)))
     arrays = trained, trajectory.sigmas
-    trained, sigmas = _with_shardings(arrays, sample_shardings(arrays, group))
+    trained, sigmas = with_shardings(arrays, sample_shardings(arrays, group))
     records = step_records(config, system.policy.family)
     prompts = system.sampler.encoded(sampler_weights(system), records)
-    conditioning, null = _with_shardings(tuple(prompts), group.replicated)
+    prompts = with_shardings(prompts, group.replicated)
     row: Any = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
     largest: Any = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
-    train_batch = TrainBatch(trained, conditioning, null, row, number, number, largest)
+    train_batch = TrainBatch(trained, SharedInputs(prompts, largest), row, number, number)
     return system.trainer.trace_accumulate(system.start, system.base, train_batch)
 
 
@@ -186,9 +187,3 @@ def trace_generate(system: System, sampler: Sampler, config: TrainConfig, images
 def sampler_weights(system: System) -> Weights:
     """Returns the shapes of all weights that the first rollout worker holds."""
     return system.rollouts[0].weights(system.start)
-
-
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Returns shapes with shardings; a sharding may be for a subtree."""
-    each = jax.tree.broadcast(shardings, shapes)
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, each)

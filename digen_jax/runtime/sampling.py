@@ -23,7 +23,8 @@ from digen_jax.images import middle_frames, reward_input
 from digen_jax.logging.evaluation import submit_image_stats
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.sampler import EncodedPrompts, Weights, fetch_clips, sample_fixed
+from digen_jax.parallel.policy import EncodedPrompts
+from digen_jax.parallel.sampler import Weights, fetch_clips, sample_fixed
 from digen_jax.parallel.system import Rollout
 from digen_jax.rewards.built_in import mesh_rewards, resolve
 from digen_jax.rewards.dry_run import dry_run

@@ -12,7 +12,7 @@ from jaxtyping import Float32
 
 from digen_jax.algorithms.losses import check_ratio_spread
 from digen_jax.parallel.accumulate import OpenGroup, Totals
-from digen_jax.parallel.sampler import EncodedPrompts
+from digen_jax.parallel.policy import EncodedPrompts
 from digen_jax.parallel.system import (
     SampledImages,
     System,

@@ -67,7 +67,7 @@ def test_blocks_of_queries_attend_as_all_at_once(
     by_row = NamedSharding(mesh, PartitionSpec("data"))
 
     def split(*arrays):
-        with on_mesh(mesh, ("data",), "tensor", "sequence"):
+        with on_mesh(mesh, ("data",)):
             return whole(*arrays)
 
     expected = jax.jit(gradients_of(whole))(*arrays)
@@ -163,7 +163,7 @@ def test_cudnn_gets_even_tokens_and_weights_as_channels(
 def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
     """Where an axis does not divide them, too."""
     mesh = make_mesh(jax.devices()[: np.prod(list(axes.values()))], **axes)
-    target = Target(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
+    target = Target(None, "auto", mesh, ("data", "fsdp"))
     q, k, v, direction = draw(rows, 5, 7, heads, heads, 8)
     lengths = jnp.array([7, 3, 1, 5][:rows])
 
@@ -195,7 +195,7 @@ def test_tokens_that_are_split_attend_to_all_others(axes, groups):
 
     def split(q, k, v):
         cut = functools.partial(jnp.split, indices_or_sections=[14], axis=1)
-        with on_mesh(mesh, ("data", "fsdp"), "tensor", "sequence"):
+        with on_mesh(mesh, ("data", "fsdp")):
             out = attend_jointly(*map(cut, (q, k, v)), lengths, weights(17))
         return jnp.concatenate(out, axis=1)
 
@@ -209,13 +209,13 @@ def test_tokens_that_are_split_attend_to_all_others(axes, groups):
 
 def test_a_target_ends_with_their_context():
     mesh = make_mesh(jax.devices()[:2], data=2)
-    with on_mesh(mesh, ("data",), "tensor", "sequence", "xla"):
+    with on_mesh(mesh, ("data",), "xla"):
         assert current().mesh is mesh and current().kernel == "xla"
         with on_device(jax.devices()[1]):
             assert current() == Target(jax.devices()[1], "auto")
         assert current().mesh is mesh
     assert current() == Target()
-    with on_mesh(make_mesh(jax.devices()[:1]), ("data",), "tensor", "sequence"):
+    with on_mesh(make_mesh(jax.devices()[:1]), ("data",)):
         assert current().mesh is None
 
 

@@ -68,7 +68,7 @@ def test_several_blocks_of_keys_and_queries(monkeypatch):
 def test_inside_remat_scan_and_shard_map():
     """As in a network: blocks are scanned and recomputed, on a mesh that splits rows and heads."""
     mesh = make_mesh(jax.devices()[:4], data=2, tensor=2)
-    target = Target(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
+    target = Target(None, "auto", mesh, ("data", "fsdp"))
     q, *_, direction = draw(2, 40, 40, 2, 2, 16)
 
     def by(attention):

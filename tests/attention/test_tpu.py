@@ -37,7 +37,7 @@ def compiled(topology, shape, dtype, lengths=False, log_weights=None, kernel="au
     )
 
     def loss(q, k, v, rows):
-        with on_mesh(mesh, ("data", "fsdp"), "tensor", "sequence", kernel):
+        with on_mesh(mesh, ("data", "fsdp"), kernel):
             out = attend(q, k, v, rows if lengths else None, log_weights)
         return jnp.sum(jnp.square(out.astype(jnp.float32)))
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from digen_jax.parallel.accumulate import TrainBatch
 from digen_jax.parallel.system import SampledImages, System
 from tests.parallel import toy
-from tests.parallel.toy import receive
+from tests.parallel.toy import mean, receive
 
 GROUPS, IMAGES, STEPS = 3, 4, 4
 ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)
@@ -185,11 +185,6 @@ def log_probs(tuning: str, by: float) -> np.ndarray:
     """The log-probabilities [s b] of a policy, one by one."""
     _, ratios = plain(tuning, np.zeros((STEPS, len(ROWS)), np.float32), by=by)
     return np.log(ratios)
-
-
-def mean(totals):
-    """The gradient that an update takes."""
-    return jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
 
 
 def scaled(tree, by: float):

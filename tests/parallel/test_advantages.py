@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
-from digen_jax.parallel.accumulate import apply_global_std
 from digen_jax.parallel.system import SampledImages, move_to_trainer, select_images
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.runtime.steps import Steps, StepScores
@@ -177,11 +176,10 @@ def early(parts, state, order, rewards=EARLY_REWARDS):
     return totals
 
 
-def updated(parts, state, totals, std):
+def updated(parts, state, totals):
     """(the gradient that an update takes, the update's metrics)."""
-    given = EARLY_REWARDS.std() if std == "global" and totals.unscaled is not None else None
-    whole = totals if given is None else apply_global_std(totals, jnp.float32(1 / (given + 1e-4)))
-    gradient = jax.device_get(chunks.mean(whole))
+    given = None if totals.unscaled is None else EARLY_REWARDS.std()
+    gradient = jax.device_get(chunks.mean(totals, given))
     copy = jax.tree.map(jnp.copy, state)
     _, metrics = parts.trainer.update(copy, totals, given)
     return gradient, metrics
@@ -193,12 +191,12 @@ CASES = [("lora", (1, 2, 1), 0.3, "global"), ("full", (2, 1, 2), 0.3, "group")]
 @pytest.mark.parametrize(("tuning", "mesh", "kl", "std"), quick(CASES, 1))
 def test_the_update_is_that_of_training_complete_groups(tuning, mesh, kl, std):
     parts, state = built_early(tuning, mesh, kl, std, trainer__eps=1.0)
-    expected, measured = updated(parts, state, ordinary(parts, state, std), std)
+    expected, measured = updated(parts, state, ordinary(parts, state, std))
     assert float(measured["gradient_norm"]) > 1e-4
     for order in ORDERS:
         totals = early(parts, state, order)
         assert float(totals.sums["weight"]) == 48
-        gradient, metrics = updated(parts, state, totals, std)
+        gradient, metrics = updated(parts, state, totals)
         assert toy.difference(gradient, expected) < 1e-5
         assert toy.difference(chunks.scaled(gradient, 1.01), expected) > 5e-3
         assert metrics.keys() == measured.keys()

@@ -12,7 +12,7 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.accumulate import FinalImages
-from digen_jax.parallel.sampler import EncodedPrompts
+from digen_jax.parallel.policy import EncodedPrompts
 from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
 from digen_jax.runtime.array_transfer import SyncedWeights

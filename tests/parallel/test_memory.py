@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.parallel import accumulate, trainer
 from digen_jax.parallel.accumulate import MicroBatch
-from digen_jax.parallel.objectives import Policies
 from digen_jax.planning.programs import trace_gradient, trained_samples
 from tests.compiling import users_options
 from tests.parallel import chunks
@@ -106,15 +105,9 @@ def compiled(tactic, mesh):
     """(trainer state, text of the compiled program that adds a chunk to the totals)."""
     tuning = "full" if tactic == "fsdp" else "lora"
     parts, state = built(tuning, mesh, tactic=tactic, trainer__pack=4)
-    train_batch, program = chunks.train_batch(parts), parts.trainer
-    args = (state.tuned, parts.base, Policies(), train_batch)
-    totals = jax.eval_shape(program._start, args[0])
-    given = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        totals,
-        program.shardings_of(totals),
-    )
-    return state, program._accumulate.lower(*args, given).compile().as_text()
+    train_batch = chunks.train_batch(parts)
+    traced = parts.trainer.trace_accumulate(state.tuned, parts.base, train_batch)
+    return state, traced.lower().compile().as_text()
 
 
 COLLECTIVE = re.compile(

@@ -53,10 +53,10 @@ def replaying(system):
     def program(tuned, base, train_batch):
         steps = len(train_batch.samples.sigma)
         rows = jnp.tile(train_batch.rows, steps)
-        conditioning = jax.tree.map(lambda c: c[rows], train_batch.conditioning)
-        velocity = system.policy.velocity(tuned, base, conditioning, train_batch.null)
+        prompts, sigma_max = train_batch.shared
+        velocity = system.policy.velocity(tuned, base, *prompts.at(rows))
         step = system.sampler.settings.step
-        found = replay(velocity, flatten(train_batch.samples), step, train_batch.sigma_max)
+        found = replay(velocity, flatten(train_batch.samples), step, sigma_max)
         return jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), found)
 
     return program

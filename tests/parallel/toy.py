@@ -22,6 +22,7 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
+from digen_jax.parallel.accumulate import Totals
 from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import Placement, make_placement
 from digen_jax.parallel.system import SampledImages, System, move_to_trainer, sample_shardings
@@ -361,6 +362,13 @@ def difference(a: Any, b: Any) -> float:
     ]
     assert jax.tree.structure(a) == jax.tree.structure(b)
     return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+def mean(totals: Totals, std: float | None = None) -> Any:
+    """The gradient that an update takes; `std` of the rewards where groups were trained before it was known."""
+    if totals.unscaled is not None:
+        totals = totals.add_policy(totals.unscaled, jnp.float32(1 / (std + 1e-4)))
+    return jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
 
 
 def batches(groups: int):

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.assemble import build, outline
 from digen_jax.config.load import complete, read_config
+from digen_jax.parallel.accumulate import Policies
 from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import SampledImages, cast, make_train_batch, move_to_trainer
 from digen_jax.planning.memory import model_footprint
@@ -66,8 +67,7 @@ def test_the_programs_are_those_that_a_run_calls(base):
 
     gradient = trace_gradient(lying, config, trained_samples(config)).lower().compile()
     empty = jax.tree.map(jax.numpy.zeros_like, own)
-    given = system.trainer.policies(state, None, None)
-    found = gradient(state.tuned, system.base, given, train_batch, empty)
+    found = gradient(Policies(state.tuned, system.base), train_batch, empty)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     update = lying.trainer.trace_update(lying.start).lower().compile()

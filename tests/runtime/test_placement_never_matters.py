@@ -4,11 +4,9 @@ import functools
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.parallel.accumulate import apply_global_std
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train
 from tests.cases import quick
@@ -75,8 +73,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     gradients, update = [], system.updater.update
 
     def spy(state, totals, std):
-        whole = totals if std is None else apply_global_std(totals, jnp.float32(1 / (std + 1e-4)))
-        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
+        gradients.append(toy.mean(totals, std))
         return update(state, totals, std)
 
     system.updater.update = spy

@@ -19,7 +19,7 @@ from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import Model, SamplingOptions, open_model
+from digen_jax.inference.model import SamplingOptions, edited, open_model
 from digen_jax.inference.sampling import sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import jit_encoder
@@ -172,30 +172,34 @@ def test_images_are_those_of_one_device(base):
 def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
     """Without loading weights: what `launch/sample.py` asks of a model."""
     family = load_family(kontext_folder(base))
-    model = Model(family, None, None, None, None)
     wide, high = (tmp_path / f"{name}.png" for name in ("wide", "high"))
     picture(0, 32, 64).save(wide)
     picture(1, 64, 32).save(high)
     edit = {"prompt": "x", "image": str(wide)}
     other = {"prompt": "y", "image": str(high)}
 
-    assert model.editing([{"prompt": "x"}]) is model
-    assert model.editing([edit]).family.source == Size(720, 1456)
-    assert model.editing([edit, other], Size(12, 16)).family.source == Size(12, 16)
-    of_run = model._replace(family=editing(family, Size(16, 16)))
-    assert of_run.editing([edit, other]).family.source == Size(16, 16)
-    plain = model._replace(family=load_family(flux_folder(base, "dev")))
-    assert plain.editing([edit]) is plain  # the picture may be for a reward
+    assert edited(family, [{"prompt": "x"}]) is family
+    assert edited(family, [edit]).source == Size(720, 1456)
+    assert edited(family, [edit, other], Size(12, 16)).source == Size(12, 16)
+    of_run = editing(family, Size(16, 16))
+    assert edited(of_run, [edit, other]).source == Size(16, 16)
+    plain = load_family(flux_folder(base, "dev"))
+    assert edited(plain, [edit]) is plain  # the picture may be for a reward
     for one, records, source, words in (
-        (model, [edit, other], None, "images of 'x' and 'y' to 720x1456 and 1456x720: sample them"),
-        (model, [edit, {"prompt": "z"}], None, "the prompt 'z' has no image to edit: give each"),
+        (
+            family,
+            [edit, other],
+            None,
+            "images of 'x' and 'y' to 720x1456 and 1456x720: sample them",
+        ),
+        (family, [edit, {"prompt": "z"}], None, "the prompt 'z' has no image to edit: give each"),
         (of_run, [{"prompt": "z"}], None, "give each prompt one, as in the model's run"),
-        (model, [edit], Size(18, 16), "an image of 18x16 does not fit this model"),
-        (model, [edit | {"image": "gone.png"}], None, r"there is no image at gone\.png"),
+        (family, [edit], Size(18, 16), "an image of 18x16 does not fit this model"),
+        (family, [edit | {"image": "gone.png"}], None, r"there is no image at gone\.png"),
         (plain, [edit], Size(12, 16), "a size of images is given"),
     ):
         with pytest.raises(ConfigError, match=words):
-            one.editing(records, source)
+            edited(one, records, source)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,7 @@ def test_the_script_edits_a_picture(base, tmp_path):
     found = np.asarray(Image.open(tmp_path / "script" / "00000_two-green-squares.png"), int)
     records = [{"prompt": "two green squares", "image": str(path)}]
     model = open_model(str(kontext_folder(base)), jax.devices()[:1])
-    own = model.editing(records, Size(*SOURCE))
+    own = model._replace(family=edited(model.family, records, Size(*SOURCE)))
     sampler = own.sampler(SamplingOptions(None, STEPS, SIZE.height, SIZE.width))
     sample_to_folder(own, sampler, records, tmp_path / "own", 1, 7)
     drawn = np.asarray(Image.open(tmp_path / "own" / "00000_two-green-squares.png"), int)

@@ -1,7 +1,6 @@
 """A run on clips, from the command's config to the records."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -17,7 +16,8 @@ from digen_jax.images import Size
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.sampler import _decode
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.rewards import built_in
 from digen_jax.train import train
 from tests.learned_rewards.folders import write
@@ -60,10 +60,11 @@ def test_devices_of_sequence_decode_parts_of_a_clip(base, folder_of, height, wid
     found, temporaries = [], []
     for sequence in (1, 4):
         group = DeviceGroup(make_mesh(jax.devices()[: 2 * sequence], data=2, sequence=sequence))
-        decode = functools.partial(_decode, family, size, group, {"vae": params})
-        compiled = jax.jit(decode).lower(jax.device_put(latents, group.batch)).compile()
+        sampler = Sampler(Policy(family), group, SamplerSettings(size, 2, family.solver))
+        weights = Weights(None, None, {"vae": jax.device_put(params, group.replicated)})
+        compiled = sampler.trace_decode(weights, 2).lower().compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-        found.append(compiled(jax.device_put(latents, group.batch)))
+        found.append(compiled(weights.frozen, jax.device_put(latents, group.batch)))
     whole, split = found
     assert split.clips.shape == (2, 9, height, width, 3) and not split.has_nan.any()
     # Sums in another order may round to another byte.
