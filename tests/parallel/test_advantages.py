@@ -84,11 +84,12 @@ def accumulated(settings, size, scores):
 
 # With best and worst 4 images of which 2 are kept, or 12 and 6; else 2 that are half a group, or 6
 # that are of two: so that all share two programs.
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_gradient_is_the_sum_over_single_images(name, large):
+SIZES = {"best and worst": (4, 12), "best and worst, dropped": (4, 12), "dropped": (2, 6)}
+
+
+@pytest.mark.parametrize(("name", "size"), [(n, s) for n in SETTINGS for s in SIZES.get(n, (6,))])
+def test_the_gradient_is_the_sum_over_single_images(name, size):
     settings = SETTINGS[name]
-    size = (12 if large else 4) if settings.best_and_worst else (6 if large else 2)
     scores = REWARDS[:, : len(settings.reward_weights)]
     totals = accumulated(settings, size, scores)
     by_hand = advantages_by_hand(name)

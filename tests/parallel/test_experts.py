@@ -76,7 +76,10 @@ EXPERTS, TREE, SINGLE = TwoExperts(), OneTree(), toy.ToyFamily()
 FAMILIES = {"experts": EXPERTS, "tree": TREE}
 
 
-def config(mesh=(1, 1, 1), **fields):
+KL, ONE = dict(algorithm__kl_coefficient=0.3), (1, 1, 1)
+
+
+def config(mesh=ONE, **fields):
     data, fsdp, time = mesh
     meshes = toy.meshes((0, 1), (data, fsdp, time))
     window = dict(sampler__window=dict(first=1, length=2), sampler__guidance=GUIDANCE)
@@ -84,19 +87,23 @@ def config(mesh=(1, 1, 1), **fields):
 
 
 @functools.cache
+def system(name="experts", mesh=ONE, **fields):
+    return toy.system(config(mesh, **fields), int(np.prod(mesh)), FAMILIES[name])
+
+
+@functools.cache
 def sampled(name):
     """(prompts, images) on the host, of a window with a step of each expert."""
-    asked = config(sampler__guidance_2=SECOND if name == "experts" else 0.0)
-    parts = toy.system(asked, 1, FAMILIES[name])
+    fields = dict(sampler__guidance_2=SECOND if name == "experts" else 0.0)
+    asked, parts = config(**fields), system(name, ONE, **KL, **fields)
     prompts, (images,) = toy.rollout(parts, asked, parts.start)
     return jax.device_get((prompts, images))
 
 
-def totals(family, given, mesh=(1, 1, 1), steps=slice(None), **fields):
-    """Sums of some of the steps of these images; the parameters have moved since."""
-    parts = toy.system(config(mesh, **fields), int(np.prod(mesh)), family)
+def totals(parts, steps=slice(None)):
+    """Sums of some of the steps of the experts' images; the parameters have moved since."""
     state = parts.trainer.init(jax.tree.map(lambda leaf: 1.02 * leaf, parts.start))
-    prompts, images = given
+    prompts, images = sampled("experts")
     cut = jax.tree.map(lambda a: a[steps], images.samples)
     advantages = np.float32([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6])
     batch = toy.receive(parts, prompts, images._replace(samples=cut), advantages)
@@ -129,21 +136,20 @@ def test_the_sampler_takes_each_step_by_its_expert_with_its_guidance():
 
 @functools.cache
 def of_one_tree():
-    return totals(TREE, sampled("experts"), algorithm__kl_coefficient=0.3)
+    return totals(system("tree", ONE, **KL, sampler__guidance_2=0.0))
 
 
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ((1, 1, 1), dict(trainer__pack=2)),  # the pass has samples of both
-        ((2, 2, 1), dict(trainer__micro_batch=8)),
+        (ONE, dict()),
+        ((2, 2, 1), dict(trainer__pack=2)),  # the pass has samples of both
         ((2, 1, 2), dict(trainer__pack=2, placement__rules=((".*", "replicate"),))),
     ],
 )
 def test_a_window_across_the_boundary_trains_both_experts(mesh, fields):
     """By the gradients of the one-tree family, whose samples go through both networks."""
-    given, both = sampled("experts"), dict(algorithm__kl_coefficient=0.3)
-    found = totals(EXPERTS, given, mesh, sampler__guidance_2=SECOND, **fields | both)
+    found = totals(system("experts", mesh, **KL, sampler__guidance_2=SECOND, **fields))
     expected = of_one_tree()
     gradient = expected.gradient["transformer"]
     assert toy.difference(found.gradient, gradient) < 1e-5
@@ -156,7 +162,7 @@ def test_a_window_across_the_boundary_trains_both_experts(mesh, fields):
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_step_trains_its_expert_alone(step):
-    found = totals(EXPERTS, sampled("experts"), steps=slice(step, step + 1))
+    found = totals(system(), slice(step, step + 1))
     norms = [sum(np.abs(leaf).sum() for leaf in jax.tree.leaves(found.gradient[p])) for p in PARTS]
     assert norms[1 - step] == 0 < norms[step]
 
@@ -166,9 +172,9 @@ def test_one_expert_can_be_tuned_alone(lora):
     fields = dict(model__trained=("transformer_2",), algorithm__kl_coefficient=0.1)
     if lora:
         fields |= dict(lora__rank=2, lora__alpha=6.0)
-    parts = toy.system(config(**fields), 1, EXPERTS)
+    parts = system(**fields)
     assert parts.start.keys() == {"transformer_2"}
-    found = totals(EXPERTS, sampled("experts"), **fields)
+    found = totals(parts)
     assert found.gradient.keys() == {"transformer_2"}
     assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found.gradient))
     merged = parts.policy.merged(toy.moved(parts.start), parts.base)

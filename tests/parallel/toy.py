@@ -22,10 +22,11 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
-from digen_jax.parallel.accumulate import Totals
-from digen_jax.parallel.mesh import ShardingRules
+from digen_jax.parallel.accumulate import Totals, trained_part
+from digen_jax.parallel.mesh import ShardingRules, put
 from digen_jax.parallel.placement import Placement, make_placement
-from digen_jax.parallel.system import SampledImages, System, move_to_trainer, sample_shardings
+from digen_jax.parallel.sampler import fetch_clips
+from digen_jax.parallel.system import SampledImages, System, move_to_trainer
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
@@ -39,7 +40,6 @@ from digen_jax.runtime.array_transfer import (
 from digen_jax.runtime.checkpointing import InFlight, TrainCheckpoint
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors, follow
-from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps, StepScores
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import (
@@ -49,7 +49,6 @@ from digen_jax.scheduling.commands import (
     Deliver,
     Score,
     Train,
-    WeightsVersion,
 )
 from digen_jax.scheduling.settings import Settings, time_limit
 from tests.pipelines import decode_floats
@@ -303,28 +302,18 @@ class Sampled(NamedTuple):
 def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
     """The first steps of a run whose chunks have `size` images, all from the same weights."""
     steps = Steps(Settings(count, 1, images, size), batches, system.rng, 0)
-    transfer, group, name = ArrayTransfer(), system.placement.trainer, "rollout 0"
-    executor = SamplingExecutor(name, system.rollouts[0], steps, transfer)
-    executor.weights[WeightsVersion(0)] = system.rollout_weights(tuned)
-    for number in range(count):
-        executor.encode(number)
-        found = Sampled(
-            transfer.get(
-                ConditioningKey(name, number),
-                lambda tree: jax.tree.map(lambda _: group.replicated, tree),
-                "trainer",
-            ),
-            [],
-            [],
-        )
-        for index in range(len(steps[number].rows) // size):
-            chunk = Chunk(number, index)
-            executor.generate(chunk, WeightsVersion(0))
-            executor.decode(chunk)
-            key, rows = SamplesKey(name, chunk), steps[number].rows[steps[number].slice_of(index)]
-            made = transfer.get(key, lambda tree: sample_shardings(tree, group), "trainer")
-            found.images.append(SampledImages(0, rows, *made))
-            found.pictures.append(executor.images[chunk])
+    group = system.placement.trainer
+    sampler, weights = system.sampler, system.rollout_weights(tuned)
+    for step in map(steps.__getitem__, range(count)):
+        prompts = sampler.encode(weights, step.records)
+        found = Sampled(jax.device_put(prompts, group.replicated), [], [])
+        for cut in map(step.slice_of, range(len(step.rows) // size)):
+            rows, draws = step.rows[cut], step.draws.subset(cut)
+            made = sampler.generate(weights, prompts, rows, *draws)
+            samples = trained_part(made, put(step.training_keys[cut], sampler.group.batch))
+            chunk = SampledImages(0, rows, samples, made.sigmas)
+            found.images.append(move_to_trainer(chunk, group))
+            found.pictures.append(fetch_clips(sampler.decode(weights, made)))
         yield found
 
 
