@@ -207,13 +207,12 @@ class Sampler:
 
     # In the following methods `weights` are shapes with shardings; nothing is allocated.
 
-    def trace_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Traced:
-        """Traces the text encoders' program, even if prompts are precomputed."""
-        return self._encode.trace(self._encoders(weights), self.policy.family.tokenize(records))
-
-    def trace_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Traced:
-        """Traces the program for the null conditioning, if the policy `reads_null`."""
-        tokens = self.policy.family.tokenize_null(records)
+    def trace_encode(
+        self, weights: Weights, records: Sequence[Record], null: bool = False
+    ) -> jax.stages.Traced:
+        """Traces the text encoders' program, even if prompts are precomputed, or that of the null conditioning."""
+        family = self.policy.family
+        tokens = family.tokenize_null(records) if null else family.tokenize(records)
         return self._encode.trace(self._encoders(weights), tokens)
 
     def trace_generate(

@@ -95,7 +95,7 @@ def _encoding(system: System, config: TrainConfig) -> Iterator[Program]:
     trace = functools.partial(sampler.trace_encode, weights, records)
     yield Program("encode", "encode", size, 0, f"the {len(records)} prompts of a step", trace)
     if sampler.policy.reads_null:
-        trace = functools.partial(sampler.trace_encode_null, weights, records)
+        trace = functools.partial(sampler.trace_encode, weights, records, null=True)
         yield Program("encode null", "encode", size, 0, "the prompts without a text", trace)
 
 

@@ -50,7 +50,6 @@ def test_causal_attention_is_to_the_keys_so_far():
 @pytest.mark.parametrize(
     ("heads", "groups", "lengths", "weighted", "dtype", "causal"),
     [
-        (2, 2, None, False, "float32", True),
         (4, 2, [29, 3], False, "bfloat16", False),
         (2, 1, [29, 5], True, "float32", True),
     ],
@@ -115,7 +114,6 @@ def test_weights_are_exact_as_sums_of_a_dtypes_numbers(dtype):
     ("s", "t", "width", "dtype", "padded", "weighted"),
     [
         (5, 7, 8, "float32", False, False),
-        (7, 8, 8, "float32", False, False),
         (6, 7, 40, "float32", True, True),
         (5, 7, 64, "bfloat16", True, True),
     ],
@@ -181,10 +179,8 @@ def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
 @pytest.mark.parametrize(
     ("axes", "groups"),
     [
-        (dict(sequence=8), 8),
         (dict(data=2, sequence=4), 24),
         (dict(fsdp=2, tensor=2, sequence=2), 8),
-        (dict(tensor=4, sequence=2), 24),
     ],
 )
 def test_tokens_that_are_split_attend_to_all_others(axes, groups):

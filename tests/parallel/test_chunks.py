@@ -7,21 +7,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.parallel.mesh import ShardingRules
-from digen_jax.parallel.placement import (
-    MeshSizes,
-    RolloutAxes,
-    TrainerAxes,
-    chunked_map,
-    make_placement,
-)
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup, chunked_map
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 
 def mesh(data: int, fsdp: int, time: int = 1):
-    sizes = MeshSizes(RolloutAxes(0), TrainerAxes(data, fsdp, time))
-    return make_placement(sizes, ShardingRules(), jax.devices()[: data * fsdp * time]).trainer
+    devices = jax.devices()[: data * fsdp * time]
+    return DeviceGroup(make_mesh(devices, data=data, fsdp=fsdp, time=time))
 
 
 def widened(sizes: list[int], rows: jax.Array) -> jax.Array:

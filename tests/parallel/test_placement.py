@@ -20,10 +20,13 @@ from digen_jax.parallel.placement import (
 from tests.parallel import toy
 
 
+def asked(rollout, trainer, workers=1, **fields):
+    return toy.opened(toy.config(**toy.meshes(rollout, trainer, workers) | fields)).placement
+
+
 def placed(rollout, trainer, devices=8, workers=1, **fields):
-    config = toy.config(**toy.meshes(rollout, trainer, workers) | fields)
-    asked = toy.opened(config).placement
-    return make_placement(asked.meshes, ShardingRules(asked.rules), jax.devices()[:devices])
+    given = asked(rollout, trainer, workers, **fields)
+    return make_placement(given.meshes, ShardingRules(given.rules), jax.devices()[:devices])
 
 
 def shape_of(mesh):
@@ -115,9 +118,7 @@ def test_where_devices_are_few_parameters_stay_split_and_batches_do_not():
 
 
 def test_batches_are_whole_over_tensor_and_a_sampler_keeps_it():
-    config = toy.config(**toy.meshes((0, 1), (2, 1, 2, 2)), trainer__pack=2)
-    asked = toy.opened(config).placement
-    found = make_placement(asked.meshes, ShardingRules(asked.rules), jax.devices())
+    found = placed((0, 1), (2, 1, 2, 2), trainer__pack=2)
     assert shape_of(found.trainer.mesh) == {"time": 2, "data": 2, "tensor": 2}
     assert shape_of(found.rollout.mesh) == {"data": 4, "tensor": 2}
     assert (found.trainer.images, found.rollout.images) == (2, 4)
@@ -125,17 +126,10 @@ def test_batches_are_whole_over_tensor_and_a_sampler_keeps_it():
     assert local_shape(jax.device_put(np.zeros((8, 3)), found.trainer.merged)) == (2, 3)
 
 
-def timed(rollout, trainer, time):
-    config = toy.config(**toy.meshes(rollout, trainer), trainer__pack=time)
-    config.placement.trainer.time = time
-    return toy.opened(config).placement
-
-
 def test_a_trainer_mesh_may_have_an_axis_for_time():
-    config = timed((2, 1), (1, 2), 3)
-    layout = ShardingRules(config.rules)
-    found = make_placement(config.meshes, layout, jax.devices())
-    assert devices_per_mesh(config.meshes, 8) == (2, 6)
+    meshes = (2, 1), (1, 2, 3)
+    found = placed(*meshes, trainer__pack=3)
+    assert devices_per_mesh(asked(*meshes, trainer__pack=3).meshes, 8) == (2, 6)
     assert shape_of(found.trainer.mesh) == {"time": 3, "fsdp": 2}
     assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[2:8]
     assert (found.trainer.time, found.rollout.time) == (3, 1)
@@ -143,7 +137,7 @@ def test_a_trainer_mesh_may_have_an_axis_for_time():
     assert local_shape(batch) == (5, 4, 3)
     packed = jax.device_put(np.zeros((5, 6, 8)), found.trainer.passes(1))
     assert local_shape(packed) == (5, 2, 4)
-    assert make_placement(config.meshes, layout, jax.devices()[:1]).trainer.time == 1
+    assert placed(*meshes, devices=1, trainer__pack=3).trainer.time == 1
 
 
 @pytest.mark.parametrize(
@@ -152,7 +146,7 @@ def test_a_trainer_mesh_may_have_an_axis_for_time():
 def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, field):
     devices = [mock.Mock(spec=jax.Device, process_index=number // 2) for number in range(4)]
     with pytest.raises(ConfigError, match=f"^{field} "):
-        check_processes(timed((rollout, 1), (3, 1), 1).meshes, devices)
+        check_processes(asked((rollout, 1), (3, 1)).meshes, devices)
 
 
 @pytest.mark.parametrize(("rollout", "trainer"), [((4, 1), (5, 1)), ((0, 1), (3, 3))])
@@ -162,8 +156,7 @@ def test_too_few_devices_are_refused(rollout, trainer):
         ConfigError, match=rf"^config\.placement\.rollout .*{sizes[0]} .*{sizes[1]}"
     ):
         placed(rollout, trainer)
-    asked = toy.opened(toy.config(**toy.meshes(rollout, trainer))).placement
-    assert devices_per_mesh(asked.meshes, 9) == tuple(sizes)
+    assert devices_per_mesh(asked(rollout, trainer).meshes, 9) == tuple(sizes)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
