@@ -10,7 +10,7 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
-from digen_jax.inference.model import SamplingOptions, is_run, open_model, read_run_config
+from digen_jax.inference.model import is_run, open_model, read_run_config
 from digen_jax.inference.sampling import sample_to_folder, slug
 from digen_jax.logging.workdir import record_start
 from tests.cases import said
@@ -27,7 +27,7 @@ NAMES = [*(f"0000{number}_{name}.png" for number, name in enumerate(SLUGS)), "gr
 def plain(base):
     """The pipeline and its sampler, whose programs most tests here use."""
     model = open_model(str(pipeline(base)), jax.devices()[:1])
-    return model, model.sampler(SamplingOptions(steps=3, guidance=2.0))
+    return model, model.sampler(dict(steps=3, guidance=2.0))
 
 
 def draw(model, sampler, folder, prompts=PROMPTS, seed=7, images=1, negative_prompt=None):
@@ -110,7 +110,7 @@ def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, plain, tm
     with_lora = open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path / "lora"))
     assert with_lora.defaults == (32, 32, 28, 7.0, 1.0, 1, 0.0), "as diffusers' pipeline samples"
     assert (run.fps, plain[0].fps) == (8, 16)
-    drawn = draw(run, run.sampler(SamplingOptions(steps=3)), tmp_path / "run")
+    drawn = draw(run, run.sampler(dict(steps=3)), tmp_path / "run")
     # The networks are of one form, as the LoRA is merged into its weights.
     with_it = draw(with_lora, plain[1], tmp_path / "with")
     assert abs(drawn - with_it).max() <= 1
@@ -146,9 +146,9 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
             open_model(
                 str(tmp_path / name),
                 jax.devices()[:1],
-                options=[SamplingOptions(height=30, width=32)],
+                options=[dict(height=30, width=32)],
             )
-        one, two = SamplingOptions(guidance=1.0), SamplingOptions(guidance=2.0)
+        one, two = dict(guidance=1.0), dict(guidance=2.0)
         for asked, words in (
             ([one], r"^p\.txt is given, but --guidance is not above 1"),
             ([one, two], "holds no weights"),
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
             open_model(
                 str(tmp_path / name),
                 jax.devices()[:1],
-                options=[SamplingOptions(height=32, width=32)],
+                options=[dict(height=32, width=32)],
             )
 
 

@@ -55,10 +55,8 @@ class SamplingFlags:
 
     def options(self, guidance: float | None) -> "SamplingOptions":
         """Returns the options of a sampler with a guidance scale."""
-        from digen_jax.inference.model import SamplingOptions
-
         names = ("steps", "height", "width", "true_cfg_scale", "frames", "guidance_2")
-        return SamplingOptions(guidance, **{name: getattr(self, name).value for name in names})
+        return {"guidance": guidance, **{name: getattr(self, name).value for name in names}}
 
     def open_model(self, options: list, negative: str | None, fits: Any) -> "Model":
         """Opens the model on all devices; see `model.open_model` for the arguments."""

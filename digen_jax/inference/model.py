@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -47,16 +48,8 @@ class Defaults(NamedTuple):
     guidance_2: float = 0.0  # see `Policy`
 
 
-class SamplingOptions(NamedTuple):
-    """Options of a sampler. None means the model's default."""
-
-    guidance: float | None = None
-    steps: int | None = None
-    height: int | None = None
-    width: int | None = None
-    true_cfg_scale: float | None = None
-    frames: int | None = None
-    guidance_2: float | None = None
+# Fields of `Defaults` to replace; None means the default.
+SamplingOptions = Mapping[str, Any]
 
 
 class TunedRun(NamedTuple):
@@ -88,13 +81,13 @@ class Model(NamedTuple):
         """Default frames per second of clips."""
         return self.run.images.fps if self.run else FPS
 
-    def sampler(self, options: SamplingOptions) -> Sampler:
+    def sampler(self, options: SamplingOptions = MappingProxyType({})) -> Sampler:
         """Returns a sampler without noise between steps.
 
         Raises:
           ConfigError: No steps, or a size that the model does not support.
         """
-        given = {name: value for name, value in options._asdict().items() if value is not None}
+        given = {name: value for name, value in options.items() if value is not None}
         chosen = self.defaults._replace(**given)
         check_positive("the number of steps", chosen.steps)
         size = Size(chosen.height, chosen.width, chosen.frames)

@@ -15,7 +15,7 @@ from digen_jax.checkpoints.tensors import write_file
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError, prefix_errors
 from digen_jax.families import load_family, open_pipeline
-from digen_jax.inference.model import SamplingOptions, edited, open_model, read_run_config
+from digen_jax.inference.model import edited, open_model, read_run_config
 from digen_jax.models.family import Size
 from tests.tiny_runs import pipeline, tiny_config
 
@@ -213,7 +213,7 @@ def test_options_are_checked_before_weights_are_read(folder, monkeypatch):
         edited(family, [{"prompt": "x"}], Size(16, 16))
 
     monkeypatch.setattr(weights.safetensors, "read_tree", None)
-    options = [SamplingOptions(height=16, width=32)]
+    options = [dict(height=16, width=32)]
     with pytest.raises(ConfigError, match="size"):
         open_model(str(folder), jax.devices()[:1], options=options, fits=fits)
 

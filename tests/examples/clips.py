@@ -8,7 +8,7 @@ import torch
 from diffusers import WanPipeline
 
 from digen_jax.diffusion.sampling import image_keys, start_noise
-from digen_jax.inference.model import SamplingOptions, open_model
+from digen_jax.inference.model import open_model
 from tests.cases import said
 from tests.pipelines import decode_floats
 
@@ -18,7 +18,7 @@ PROMPTS = "a red circle moving left", "a blue star standing still and a green ri
 def both(folder: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     """Clips in [0, 1] by this project and by diffusers, of the same prompts and noise, in two steps."""
     model = open_model(str(folder), jax.devices()[:1])
-    sampler, places = model.sampler(SamplingOptions(steps=2)), np.arange(2, dtype=np.int32)
+    sampler, places = model.sampler(dict(steps=2)), np.arange(2, dtype=np.int32)
     keys = image_keys(jax.random.key(3), places, np.zeros_like(places))
     with jax.default_matmul_precision("highest"):
         encoded = sampler.encode(model.weights, said(*PROMPTS))

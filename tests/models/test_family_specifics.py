@@ -20,7 +20,7 @@ from digen_jax.diffusion.schedule import UniPcConfig
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen
-from digen_jax.inference.model import SamplingOptions, all_devices, open_model
+from digen_jax.inference.model import all_devices, open_model
 from digen_jax.models.hunyuan_video.family15 import quoted_text
 from digen_jax.models.wan import family as wan
 from digen_jax.parallel.mesh import ShardingRules, make_mesh
@@ -121,9 +121,9 @@ def test_distilled_models_have_no_guidance(base, name):
 @pytest.mark.parametrize(
     ("kind", "asked", "match"),
     [
-        ("dev", SamplingOptions(), "--true_cfg_scale is not above 1"),
-        ("schnell", SamplingOptions(), "guidance is 'none'"),
-        ("dev", SamplingOptions(true_cfg_scale=2.0), "holds no weights"),
+        ("dev", dict(), "--true_cfg_scale is not above 1"),
+        ("schnell", dict(), "guidance is 'none'"),
+        ("dev", dict(true_cfg_scale=2.0), "holds no weights"),
     ],
 )
 def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read(

@@ -12,7 +12,7 @@ from digen_jax import policies
 from digen_jax.diffusion.sampling import start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
-from digen_jax.inference.model import Model, SamplingOptions, all_devices, defaults_of_run
+from digen_jax.inference.model import Model, all_devices, defaults_of_run
 from digen_jax.models.family import Size
 from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import make_placement
@@ -216,11 +216,11 @@ def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
 
     def policy(kind, guidance):
         model = Model(toy.ToyFamily(guidance=kind), group, None, defaults, None)
-        return model.sampler(SamplingOptions(guidance)).policy
+        return model.sampler(dict(guidance=guidance)).policy
 
     own, given = policy("both", None), policy("both", 3.0)
     asked = Model(toy.ToyFamily(guidance="both"), group, None, defaults, None)
-    assert asked.sampler(SamplingOptions(true_cfg_scale=1.5)).policy.true_cfg_scale == 1.5
+    assert asked.sampler(dict(true_cfg_scale=1.5)).policy.true_cfg_scale == 1.5
     assert (own.guidance, own.true_cfg_scale) == (4.0, 2.0)
     assert (given.guidance, given.true_cfg_scale) == (3.0, 2.0)
     with pytest.raises(ConfigError, match="true_cfg_scale"):

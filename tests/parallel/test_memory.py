@@ -1,5 +1,6 @@
 """Compiled programs: memory, parameters gathered a block at a time, sums in place, and what devices send."""
 
+import itertools
 import math
 import re
 
@@ -24,16 +25,6 @@ def outlined(base, tuning, mesh, **fields):
     return axes.outlined(axes.config(base, tuning, mesh, **fields))
 
 
-def gathered(text):
-    """The shapes of all results of gathers in a compiled program."""
-    found = re.findall(r"= (.*?) all-gather(?:-start|-done)?\(", text)
-    return {
-        tuple(map(int, shape.split(",")))
-        for result in found
-        for shape in re.findall(r"\[([\d,]+)\]", result)
-    }
-
-
 def split_stacks(*trees):
     """The whole shapes of stacks of blocks' kernels that fsdp splits."""
     leaves = [leaf for leaf in jax.tree.leaves(trees) if leaf.ndim == 3 and min(leaf.shape) > 1]
@@ -55,7 +46,8 @@ def test_split_parameters_are_gathered_a_block_at_a_time(base):
     lowered = trace_gradient(system, config, trained_samples(config)).lower()
     text = lowered.compile(compiler_options=users_options()).as_text()
     stacks = split_stacks(system.start, system.base)
-    assert stacks and gathered(text) and not stacks & gathered(text)
+    gathers = [shapes for kind, shapes, _ in collectives(text) if kind == "all-gather"]
+    assert stacks and gathers and not stacks.intersection(itertools.chain(*gathers))
 
 
 def own_bytes(*trees):

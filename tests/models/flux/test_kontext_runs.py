@@ -19,7 +19,7 @@ from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import SamplingOptions, edited, open_model
+from digen_jax.inference.model import edited, open_model
 from digen_jax.inference.sampling import sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import jit_encoder
@@ -229,7 +229,7 @@ def test_the_script_edits_a_picture(base, tmp_path):
     records = [{"prompt": "two green squares", "image": str(path)}]
     model = open_model(str(kontext_folder(base)), jax.devices()[:1])
     own = model._replace(family=edited(model.family, records, Size(*SOURCE)))
-    sampler = own.sampler(SamplingOptions(None, STEPS, SIZE.height, SIZE.width))
+    sampler = own.sampler(dict(steps=STEPS, height=SIZE.height, width=SIZE.width))
     sample_to_folder(own, sampler, records, tmp_path / "own", 1, 7)
     drawn = np.asarray(Image.open(tmp_path / "own" / "00000_two-green-squares.png"), int)
     assert abs(found - drawn).max() <= 1

@@ -15,7 +15,7 @@ from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.schedule import UniPcConfig
 from digen_jax.diffusion.steps import make_step
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import SamplingOptions, all_devices, open_model
+from digen_jax.inference.model import all_devices, open_model
 from digen_jax.inference.sampling import sample_clips
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import (
@@ -131,7 +131,7 @@ def test_the_export_of_a_run_samples_in_diffusers_as_here(base, folder, tmp_path
     pipe = scope["pipe"]
     pipe.set_progress_bar_config(disable=True)
     model = open_model(str(tmp_path / "run"), jax.devices()[:1])
-    sampler = model.sampler(SamplingOptions())
+    sampler = model.sampler()
     found = sample_clips(sampler, model.weights, said(*PROMPTS), 0, 3)
     keys = image_keys(jax.random.key(SEED), np.arange(3), np.zeros(3, int))
     noise = np.asarray(start_noise(keys, sampler.shape))
