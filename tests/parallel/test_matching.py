@@ -262,12 +262,6 @@ def test_an_image_that_is_left_out_adds_nothing_whatever_it_is():
     assert_equal(totals, plain("awm", "lora", "published", False, (2, 7)))
 
 
-def test_without_the_policy_that_sampled_diffusion_nft_is_not_trained():
-    parts = toy.system(config("diffusion_nft"), 1)
-    with pytest.raises(ValueError, match="accumulate needs behavior"):
-        parts.trainer.accumulate(toy.fresh(parts), parts.base, received(parts, slice(0, 12)), None)
-
-
 # ------------------------------------------------------------------------------ pairs of several rewards
 
 # Two rewards of which the first varies more. In the second group they cancel out, up to rounding; in the third

@@ -149,16 +149,6 @@ def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, f
         check_processes(asked((rollout, 1), (3, 1)).meshes, devices)
 
 
-@pytest.mark.parametrize(("rollout", "trainer"), [((4, 1), (5, 1)), ((0, 1), (3, 3))])
-def test_too_few_devices_are_refused(rollout, trainer):
-    sizes = [data * fsdp for data, fsdp in (rollout, trainer)]
-    with pytest.raises(
-        ConfigError, match=rf"^config\.placement\.rollout .*{sizes[0]} .*{sizes[1]}"
-    ):
-        placed(rollout, trainer)
-    assert devices_per_mesh(asked(rollout, trainer).meshes, 9) == tuple(sizes)
-
-
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
     """Each device holds 1/n of every parameter, its moments and its average, before and after a weight sync."""

@@ -170,21 +170,6 @@ def test_it_samples_by_the_rounded_network():
     assert 1e-3 < np.abs(of_rounded - exact).max() < 0.1
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, "current"),
-        (dict(trainer__updates=2, sampler__chunk=4), "recomputed"),
-        (dict(runtime__max_policy_lag=1, sampler__chunk=4), "recomputed"),
-        (dict(algorithm__old_log_probs="rollout"), "rollout"),
-    ],
-)
-def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, expected):
-    assert toy.opened(rounded_config(**fields)).algorithm.old_log_probs == expected
-    if "algorithm__old_log_probs" not in fields:
-        assert toy.opened(rounded_config("", **fields)).algorithm.old_log_probs == "rollout"
-
-
 def test_rounding_is_seen_in_the_ratios_and_clips_nothing():
     c = rounded_config(algorithm__clip_range=1e-3, algorithm__adv_clip=5.0)
     _, (found,), _ = toy.drive(toy.system(c), c, 1)
