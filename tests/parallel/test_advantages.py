@@ -10,7 +10,6 @@ import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
 from digen_jax.parallel.system import SampledImages, move_to_trainer, select_images
-from digen_jax.parallel.trainer import Trainer
 from digen_jax.runtime.steps import Steps, StepScores
 from digen_jax.scheduling.settings import Settings
 from tests.algorithms.test_advantages import oracle
@@ -141,19 +140,25 @@ EARLY_REWARDS = np.array(
 ORDERS = [(0, 1, 2, 3, 4, 5), (5, 2, 0, 4, 1, 3), (3, 1, 5, 0, 2, 4)]
 
 
-def built_early(tuning, mesh, kl, std, images=2, **fields):
+@functools.cache
+def built_early(tuning="lora", mesh=(1, 2, 1), kl=0.0):
     """(system, state) whose advantages are never clipped and whose ratios are 1."""
-    settings = dict(trainer__pack=2, advantages__std=std) | fields
-    config = chunks.config(tuning, mesh, images=images, **settings)
+    config = chunks.config(tuning, mesh, images=2, trainer__pack=2, trainer__eps=1.0)
     config.algorithm.update(kl_coefficient=kl, adv_clip=6.0, old_log_probs="current")
     parts = chunks.system(config)
-    parts.trainer.algorithm.check_early_training(parts.advantages, 4, 3)
     return parts, parts.trainer.init(chunks.tuned(tuning))
 
 
-def ordinary(parts, state, std, rewards=EARLY_REWARDS):
+def with_std(std, *given):
+    """As `built_early`, with these advantages."""
+    parts, state = built_early(*given)
+    parts.trainer.algorithm.check_early_training(AdvantageSettings(std=std), 4, 3)
+    return parts._replace(advantages=AdvantageSettings(std=std)), state
+
+
+def ordinary(parts, state, rewards=EARLY_REWARDS):
     """The step's totals with every advantage known beforehand."""
-    known = advantages(AdvantageSettings(std=std), rewards, chunks.ROWS, 3)
+    known = advantages(parts.advantages, rewards, chunks.ROWS, 3)
     totals = None
     for chunk in range(6):
         cut = slice(2 * chunk, 2 * chunk + 2)
@@ -191,8 +196,8 @@ CASES = [("lora", (1, 2, 1), 0.3, "global"), ("full", (2, 1, 2), 0.3, "group")]
 
 @pytest.mark.parametrize(("tuning", "mesh", "kl", "std"), quick(CASES, 1))
 def test_the_update_is_that_of_training_complete_groups(tuning, mesh, kl, std):
-    parts, state = built_early(tuning, mesh, kl, std, trainer__eps=1.0)
-    expected, measured = updated(parts, state, ordinary(parts, state, std))
+    parts, state = with_std(std, tuning, mesh, kl)
+    expected, measured = updated(parts, state, ordinary(parts, state))
     assert float(measured["gradient_norm"]) > 1e-4
     for order in ORDERS:
         totals = early(parts, state, order)
@@ -206,7 +211,7 @@ def test_the_update_is_that_of_training_complete_groups(tuning, mesh, kl, std):
 
 
 def test_a_group_without_variance_gives_no_gradient_and_counts():
-    parts, state = built_early("lora", (1, 2, 1), 0.0, "group")
+    parts, state = with_std("group")
     totals = early(parts, state, (0, 1, 2, 3, 4, 5), np.full(12, 0.1))
     assert float(totals.sums["weight"]) == 48
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(totals.gradient))
@@ -214,9 +219,9 @@ def test_a_group_without_variance_gives_no_gradient_and_counts():
 
 
 def test_groups_that_were_complete_and_groups_that_were_not_share_an_update():
-    parts, state = built_early("lora", (1, 2, 1), 0.3, "group")
+    parts, state = with_std("group")
     trainer, known = parts.trainer, advantages(parts.advantages, EARLY_REWARDS, chunks.ROWS, 3)
-    expected, totals, group = ordinary(parts, state, "group"), None, None
+    expected, totals, group = ordinary(parts, state), None, None
     for chunk in (4, 0, 1, 5, 2, 3):
         cut = slice(2 * chunk, 2 * chunk + 2)
         train_batch = chunks.train_batch(parts, cut, advantages=known)
@@ -234,17 +239,16 @@ def test_groups_that_were_complete_and_groups_that_were_not_share_an_update():
 # ------------------------------------------------------------------------------ what is refused
 
 
-def test_a_clipped_advantage_is_refused_when_its_group_closes():
-    parts, state = built_early("lora", (1, 2, 1), 0.0, "group")
+def test_a_clipped_advantage_is_refused_when_its_group_closes(monkeypatch):
+    parts, state = with_std("group")
     lower = dataclasses.replace(parts.trainer.algorithm, adv_clip=1.5)
-    step, trainer = parts.sampler.settings.step, parts.trainer
-    trainer = Trainer(trainer.policy, trainer.group, step, lower, trainer.settings)
+    monkeypatch.setattr(parts.trainer, "algorithm", lower)
     with pytest.raises(ValueError, match="clipped"):
-        early(parts._replace(trainer=trainer), state, ORDERS[0])
+        early(parts, state, ORDERS[0])
 
 
 def test_an_update_without_the_global_std_is_refused():
-    parts, state = built_early("lora", (1, 2, 1), 0.3, "global")
+    parts, state = with_std("global")
     totals = early(parts, state, ORDERS[1])
     with pytest.raises(ValueError, match="reward_std"):
         parts.trainer.update(state, totals)
