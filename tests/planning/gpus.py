@@ -23,6 +23,7 @@ PUBLISHED = (
     "qwen_image",
     "wan21",
     "wan22",
+    "hunyuan_video",
 )
 PROGRAMS = ("encode", "generate", "decode", "train", "update", "evaluate")
 DOC = ROOT / "docs" / "performance.md"
@@ -137,7 +138,9 @@ def _cells(one: dict[str, Any]) -> list[str]:
     moved = []
     for name in ("generate", "train"):
         each = made[name]["collectives"].items()
-        if parts := ", ".join(f"{what} {runs} ({size:.3g} GB)" for what, (runs, size) in each):
+        if parts := ", ".join(
+            f"{what} {runs} ({float(f'{size:.3g}'):g} GB)" for what, (runs, size) in each
+        ):
             moved.append(f"{name}: {parts}")
     auto = f"{one['auto']} ({one['share']:.0%} of the bound)"
     return [*sizes, f"{one['held']:.1f}", seconds, "; ".join(moved) or "none", auto]
