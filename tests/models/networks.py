@@ -96,12 +96,16 @@ class Network:
         """The name of the first case."""
         return next(iter(self.cases))
 
-    def abstract(self, config: Any) -> Any:
-        """The shapes of the parameters."""
-        init = self.component.network(config).init
-        return jax.eval_shape(lambda: init(jax.random.key(0), *self.component.inputs(config)))[
-            "params"
-        ]
+    @functools.cached_property
+    def abstract(self) -> Callable[[Any], Any]:
+        """By config: the shapes of the parameters."""
+
+        @functools.cache
+        def trace(config: Any):
+            network, inputs = self.component.network(config), self.component.inputs(config)
+            return jax.eval_shape(lambda: network.init(jax.random.key(0), *inputs))["params"]
+
+        return trace
 
     def to_flax(self, state: dict[str, torch.Tensor], config: Any) -> Any:
         """A state_dict as our parameters."""
