@@ -9,7 +9,7 @@ from examples.shapes.captions import heldout_records
 from examples.shapes.reward import shapes_geneval
 from tests.pipelines import ROOT
 
-COUNT = 180
+COUNT = 60
 FOLDER = ROOT / "assets" / "shapes-sd3"
 
 
@@ -21,7 +21,7 @@ def shapes_model():
 
 @pytest.fixture(scope="module")
 def found():
-    """Of the first third of the prompts, all tasks equally often."""
+    """Of the first ninth of the prompts, all tasks equally often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ceiling, "heldout_records", lambda tasks: heldout_records(tasks)[:COUNT])
         return ceiling.ceiling(*shapes_model(), Size(32, 32))
