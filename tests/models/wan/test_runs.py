@@ -44,7 +44,7 @@ def test_frames_are_checked_before_weights_are_read(base, monkeypatch, kind, fra
     ("folder_of", "height", "width"),
     [
         (wan_folder, 32, 16),
-        (wan_folder, 24, 32),
+        pytest.param(wan_folder, 24, 32, marks=pytest.mark.slow),
         pytest.param(hunyuan_folder, 64, 32, marks=pytest.mark.slow),
         pytest.param(hunyuan15_folder, 64, 32, marks=pytest.mark.slow),
     ],
