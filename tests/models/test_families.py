@@ -49,6 +49,7 @@ from tests.models.wan import spec as wan
 from tests.models.zimage import spec as zimage
 from tests.pipelines import decode_floats
 
+pytestmark = pytest.mark.usefixtures("exact")
 FAMILIES = {
     "sd3": sd3.PIPELINE,
     "flux": flux.PIPELINE,
@@ -87,12 +88,6 @@ def copy(folder, tmp_path):
     """A copy without weights, because JSON files alone decide."""
     ignore = shutil.ignore_patterns("*.safetensors")
     return shutil.copytree(folder, tmp_path / "pipeline", ignore=ignore)
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with jax.default_matmul_precision("highest"), torch.no_grad():
-        yield
 
 
 def close(found, expected, tolerance: float = 1e-5) -> None:

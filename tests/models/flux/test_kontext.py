@@ -27,6 +27,7 @@ from tests.models.flux.spec import PIPELINE
 from tests.models.folders import flux_folder
 from tests.models.test_families import close, our_latents
 
+pytestmark = pytest.mark.usefixtures("exact")
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃"]
 NEGATIVES = ["four shapes", "a green star above a yellow triangle"]
 GUIDANCE, TOKENS = 2.5, 21
@@ -54,12 +55,6 @@ def records(*sizes):
         {"prompt": prompt, "image": picture(seed, *size)}
         for seed, (prompt, size) in enumerate(zip(PROMPTS, sizes, strict=True))
     ]
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with jax.default_matmul_precision("highest"), torch.no_grad():
-        yield
 
 
 # --------------------------------------------------------------------------------------- pictures

@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import torch
 from diffusers import UniPCMultistepScheduler
 
 from digen_jax.checkpoints.lora import LoraConfig
@@ -33,14 +32,9 @@ from tests.models.wan.folders import SCHEDULER, wan_folder
 from tests.models.wan.spec import PIPELINE, PIPELINE_EXPERTS
 from tests.tiny_runs import tiny_config
 
+pytestmark = pytest.mark.usefixtures("exact")
 PARTS = "transformer", "transformer_2"
 LORA = LoraConfig(rank=2, alpha=6, targets=r"blocks\.\d+\.attn1\.to_[qv]")
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with jax.default_matmul_precision("highest"), torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
