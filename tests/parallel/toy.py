@@ -104,6 +104,7 @@ class ToyFamily:
     source: ClassVar = None
     negative_prompt: ClassVar = ""
     lora_targets: ClassVar = "inside|outside"
+    lora_loader: ClassVar = "load_lora_weights({})"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
     lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}
