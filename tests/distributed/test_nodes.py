@@ -1,7 +1,6 @@
 """Runs on several nodes of Ray, all on this machine: one that is lost and replaced, and the loss of the head."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 
@@ -14,6 +13,7 @@ from tests.distributed.test_launch import (
     Run,
     assert_same_steps,
     ends,
+    pytestmark,  # noqa: F401
     unbroken,  # noqa: F401
 )
 from tests.metrics import metrics
@@ -21,10 +21,6 @@ from tests.pipelines import ROOT
 from tests.ports import free_port
 from tests.processes import Begun, begin  # noqa: F401
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
-]
 TOKEN = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef" * 4)
 OPEN = dict(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
 # Seconds after which a node ends that does not reach the head; and as docs/several-hosts.md says, so that workers are

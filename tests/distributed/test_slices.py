@@ -1,20 +1,13 @@
 """Workers of several processes on TPU slices, on nodes of Ray that only claim to have TPUs."""
 
-import importlib.util
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-import pytest
-
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.errors import ConfigError
-from tests.distributed.test_nodes import OPEN, nodes  # noqa: F401
+from tests.distributed.test_nodes import OPEN, nodes, pytestmark  # noqa: F401
 from tests.processes import begin  # noqa: F401
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
-]
 LONG = 300.0  # seconds in which everything happens
 TPUS = {"TPU": 4}
 
