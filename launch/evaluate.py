@@ -87,13 +87,14 @@ def main() -> None:
     options = list(map(_SAMPLING.options, _guidances()))
 
     def fits(family: Any, sizes: Sequence[Any]) -> None:
-        edited(family, records)
+        edited(family, records, size=sizes[0])
         run_sanity_checks(rewards, rewards.score)
         dry_run(rewards.score, [records], sizes[0])
 
     negative = f"{place}, has a negative prompt" if place else None
     model = _SAMPLING.open_model(options, negative, fits)
-    model = model._replace(family=edited(model.family, records))
+    size = model.sampler(options[0]).settings.size
+    model = model._replace(family=edited(model.family, records, size=size))
     report_odd_prompts([prompts], model.family.is_truncated, known_words(model.family))
     samplers = list(map(model.sampler, options))
     found = _evaluated(model, samplers, records, rewards)

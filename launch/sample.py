@@ -34,7 +34,9 @@ _NEGATIVE = flags.DEFINE_string(
     None,
     "Negative prompt for all prompts; overrides those of a prompt file.",
 )
-_IMAGE = define_path("image", None, "Image to edit; a prompt file has a field for it.")
+_IMAGE = define_path(
+    "image", None, "Image to edit, or to start a clip with; a prompt file has a field for it."
+)
 _SOURCE_HEIGHT = flags.DEFINE_integer(
     "source_height", None, "Height to which images to edit are resized; default: as in diffusers."
 )
@@ -84,12 +86,12 @@ def main() -> None:
                 f"--image is given, but {_SAMPLING.model.value} generates images from prompts only: remove it, or "
                 "choose a model that edits"
             )
-        edited(family, records, source)
+        edited(family, records, source, sizes[0])
 
     model = _SAMPLING.open_model([options], _negative(), fits)
-    model = model._replace(family=edited(model.family, records, source))
+    size = model.sampler(options).settings.size
+    model = model._replace(family=edited(model.family, records, source, size))
     sampler = model.sampler(options)
-    size = sampler.settings.size
     with prefix_errors("--format: "):
         animation = check_animation(_FORMAT.value, size.height, size.width)
     output = pathlib.Path(_OUTPUT.value)

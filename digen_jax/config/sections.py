@@ -51,8 +51,8 @@ class ModelSection:
     # prompt length in tokens of a T5 or language-model encoder, as in the call of diffusers' pipeline; also the number
     # of empty tokens that replace a T5 that is not loaded; 0 means the pipeline's default
     max_sequence_length: Annotated[int, Range(0, 2**12)] = 0
-    # height in pixels to which source images ("image" in a prompt file) are resized before editing; 0 means that
-    # prompts have no source images
+    # height in pixels to which source images ("image" in a prompt file) are resized, to edit them or to generate clips
+    # that start with them, which have the same size; 0 means that prompts have no source images
     source_height: OptionalSide = 0
     source_width: OptionalSide = 0  # width of source images in pixels
     # activations that the backward pass recomputes to save memory, from fewest to most: "none"; "keep_products", all
@@ -70,8 +70,9 @@ class ModelSection:
 
     @property
     def source(self) -> Size | None:
-        """Size of source images to edit. None means that there are none."""
-        return Size(self.source_height, self.source_width) if self.source_height else None
+        """Size of source images, with the clips' frames. None means that there are none."""
+        source = self.size._replace(height=self.source_height, width=self.source_width)
+        return source if self.source_height else None
 
 
 @dataclasses.dataclass(frozen=True)

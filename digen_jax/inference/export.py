@@ -9,7 +9,6 @@ import jax
 from digen_jax.checkpoints.folder import (
     absent_components,
     copy_pipeline,
-    read_model_index,
     read_sampling,
     write_params,
 )
@@ -67,7 +66,7 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     source = str(output) if is_pipeline else run.config.model.folder
     # diffusers requires an argument for each absent component, even if model_index.json lists it as null.
     without = absent_components(output if is_pipeline else run.folder)
-    name = read_model_index(run.folder)["_class_name"]
+    name = run.policy.family.pipeline
     arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
     lines = [f"from diffusers import {name}", f"pipe = {name}.from_pretrained({arguments})"]
     if not is_pipeline:

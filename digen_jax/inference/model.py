@@ -162,13 +162,19 @@ def open_model(
     return Model(family, group, Weights(tuned, base, frozen), defaults, config)
 
 
-def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
-    """Returns the family for the input images of the records, if it edits images.
+def edited(
+    family: Family,
+    records: Sequence[Record],
+    source: Size | None = None,
+    size: Size | None = None,
+) -> Family:
+    """Returns the family for the input images of the records, if it reads images.
 
     Args:
       family: The model's family.
       records: Prompt records; all or none must have an `image`.
       source: Size that images are resized to. None means the run's, or that of diffusers' pipeline.
+      size: Size of the clips to sample. None means the default of diffusers' pipeline.
 
     Raises:
       ConfigError: Images are missing, unreadable or of different target sizes, or a size is given without images.
@@ -187,8 +193,9 @@ def edited(family: Family, records: Sequence[Record], source: Size | None = None
             f"the prompt {which!r} has no image to edit: give each prompt one"
             + (", as in the model's run" if family.source else " or none")
         )
-    source = source or family.source or _common_size(family, records, shapes)
-    return editing(family, source)
+    size = size or family.default_size()
+    source = source or family.source or _common_size(family, records, shapes, size)
+    return editing(family, source._replace(frames=size.frames))
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
@@ -296,10 +303,10 @@ def _with_absolute_paths(config: TrainConfig, start: pathlib.Path | None) -> Tra
 
 
 def _common_size(
-    family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]]
+    family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]], clip: Size
 ) -> Size:
     """Returns the size that the pipeline chooses for all images. `shapes` are (width, height)."""
-    sizes = [family.source_size(height, width) for width, height in shapes]
+    sizes = [family.source_size(height, width, clip) for width, height in shapes]
     for record, size in zip(records, sizes, strict=True):
         if size != sizes[0]:
             raise ConfigError(

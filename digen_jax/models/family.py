@@ -101,6 +101,7 @@ class Family(Protocol):
     """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:
+      pipeline: Class of diffusers' pipeline.
       trained: Components that can be trained. Several are experts: equal networks, of which one computes the velocity
         at a noise level (`expert`).
       unused: Folders of a repository that do not need to be downloaded.
@@ -125,6 +126,7 @@ class Family(Protocol):
       decoded_pixels: Maximum pixels, over all frames, that a device decodes together, unless one clip has more.
     """
 
+    pipeline: str
     trained: tuple[str, ...]
     unused: tuple[str, ...]
     optional: tuple[str, ...]
@@ -209,8 +211,8 @@ class Family(Protocol):
     def default_size(self) -> Size:
         """Returns the default clip size of diffusers' pipeline."""
 
-    def source_size(self, height: int, width: int) -> Size:
-        """Returns the size to which diffusers' pipeline resizes a source image of height x width.
+    def source_size(self, height: int, width: int, clip: Size) -> Size:
+        """Returns the size to which diffusers' pipeline resizes a source image of height x width for a clip's size.
 
         Called if the family `edits`.
         """
@@ -220,6 +222,11 @@ class Family(Protocol):
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
         """Returns the sampling schedule of a clip, from 1 to 0; raises ValueError if `steps` is not supported."""
+
+    def complete(
+        self, latents: Float[Array, "b *latent"], conditioning: Conditioning
+    ) -> Float[Array, "b *latent"]:
+        """Returns sampled latents, of which those that a source image determines are replaced by the image's."""
 
     def decode(
         self, params: Params, latents: Float[Array, "b *latent"]

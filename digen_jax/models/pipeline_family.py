@@ -5,6 +5,7 @@ A family is a network, a table and a few methods (see docs/adding-a-family.md).
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, cast
@@ -13,13 +14,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.diffusion.steps import Ode
-from digen_jax.errors import FieldError
+from digen_jax.errors import FieldError, user_input
+from digen_jax.images import read_image, resize_image
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import (
     Component,
@@ -195,8 +197,9 @@ class PipelineFamily:
 
     @property
     def encoders(self) -> Mapping[str, str]:
-        """Text encoders, with the folder of each tokenizer."""
-        return {name: tokenizer_of(name) for name in self.networks if self.parts[name].tokenizer}
+        """Text encoders, with the folder of each tokenizer, and with source images the autoencoder."""
+        texts = {name: tokenizer_of(name) for name in self.networks if self.parts[name].tokenizer}
+        return texts if self.source is None else {**texts, "vae": ""}
 
     @property
     def lists(self) -> dict[str, Any]:
@@ -226,10 +229,35 @@ class PipelineFamily:
     # ---------------------------------------------------------------- prompts and the network
 
     def tokenize_null(self, records: Sequence[Record]) -> Any:
-        """Returns the tokens of each record's negative prompt, or one row for all if it is the same."""
+        """Returns the tokens of each record's negative prompt, or one row for all if it is the same.
+
+        With source images, each record has its own, because the second pass differs only in the text.
+        """
+        if self.source is not None:
+            return self.tokenize([{**r, "prompt": negative_of(self, r)} for r in records])
         prompts = [negative_of(self, record) for record in records or [{}]]
         distinct = prompts if len(set(prompts)) > 1 else prompts[:1]
         return self.tokenize([{"prompt": prompt} for prompt in distinct])
+
+    def source_images(self, records: Sequence[Record]) -> UInt8[np.ndarray, "b h w 3"] | None:
+        """Returns the records' source images, resized to `source`. None means that there are none.
+
+        Raises:
+          ValueError: a source image is missing, unreadable, or unexpected because `source` is None.
+        """
+        for record in records:
+            _check_has_image(record, self.source)
+        if self.source is None:
+            return None
+        height, width, _ = self.source
+        with user_input():
+            return np.stack([resize_image(read_image(r["image"]), height, width) for r in records])
+
+    def encoded_with_images(self, prompts: int) -> int:
+        """Returns `prompts`, limited by `decoded_pixels` if there are source images."""
+        if self.source is None:
+            return prompts
+        return max(1, min(prompts, self.decoded_pixels // math.prod(self.source)))
 
     def network_inputs(
         self, conditioning: Conditioning, guidance: Float[Array, "b"] | None
@@ -293,9 +321,9 @@ class PipelineFamily:
         """Returns the default image size of diffusers' pipeline."""
         return Size(self.default_side, self.default_side)
 
-    def source_size(self, height: int, width: int) -> Size:
-        """Returns the image's size; editing families override this."""
-        return Size(height, width)
+    def source_size(self, height: int, width: int, clip: Size) -> Size:
+        """Returns the clip's size; families that resize source images to another one override this."""
+        return clip
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         """Returns (h, w, c) of an image's latents; sides must be multiples of a token's and fit the positions."""
@@ -312,6 +340,12 @@ class PipelineFamily:
     def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b 1 H W 3"]:
         """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_kl.decode_images(self.vae, params["vae"], latents)[:, None]
+
+    def complete(
+        self, latents: Float[Array, "b *latent"], conditioning: Conditioning
+    ) -> Float[Array, "b *latent"]:
+        """Returns the latents; families whose source image determines some of them override this."""
+        return latents
 
     @property
     def context_tokens(self) -> int:
@@ -384,6 +418,19 @@ def check_tokens(length: int, most: int, why: str) -> None:
         raise FieldError(
             f"config.model.max_sequence_length must be at most {most}, {why}, not {length}"
         )
+
+
+def _check_has_image(record: Record, source: Size | None) -> None:
+    if ("image" in record) == (source is not None):
+        return
+    if source is None:
+        raise ValueError(
+            f"the prompt {record['prompt']!r} has an image, but the model was opened without source images: "
+            "set the size of source images, or remove the field"
+        )
+    raise ValueError(
+        f"the prompt {record['prompt']!r} has no image to edit: add the path of an image"
+    )
 
 
 def _named(folder: pathlib.Path, part: str) -> bool:

@@ -270,6 +270,8 @@ class Sampler:
         stored = settings.store_dtype, settings.store_means
         with tracing_on(group.batch, group.attention):
             trajectory = sample(stages, noise, self.sigmas, settings.step, keys, window, *stored)
+        latents = self.policy.family.complete(trajectory.latents, conditioning)
+        trajectory = trajectory._replace(latents=latents)
         if trained is None:
             return trajectory
         # Select on this mesh, so that untrained transitions are neither stored nor sent to the trainer.

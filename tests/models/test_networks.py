@@ -238,7 +238,8 @@ def test_gates_of_wan_are_float32_in_bfloat16():
     draw = np.random.default_rng(0).standard_normal
     x, context = (jnp.asarray(draw((2, n, config.dim)), bfloat16) for n in (40, 3))
     modulation = jnp.asarray(draw((2, 6, config.dim)), jnp.float32)
-    given = x, context, modulation, video_rotary(config.axes_dims, (1, 4, 10), wan.wan.THETA)
+    rotary = video_rotary(config.axes_dims, (1, 4, 10), wan.wan.THETA)
+    given = x, context, modulation[:, None], jnp.ones(40, bool), rotary
     block = wan.wan.Block(config, bfloat16)
     params = flatten_dict(block.init(jax.random.key(0), *given)["params"])
     params = {path: jnp.asarray(draw(leaf.shape), jnp.float32) for path, leaf in params.items()}

@@ -100,6 +100,7 @@ class ToyFamily:
     masked: ClassVar = {}
     decoders: ClassVar = ("vae",)
     edits: ClassVar = False
+    pipeline: ClassVar = "ToyPipeline"
     solver: ClassVar = Ode()
     source: ClassVar = None
     negative_prompt: ClassVar = ""
@@ -141,8 +142,8 @@ class ToyFamily:
     def default_size(self):
         return Size(32, 32)
 
-    def source_size(self, height, width):
-        return Size(height, width)
+    source_size = PipelineFamily.source_size
+    complete = PipelineFamily.complete
 
     def latent_shape(self, size):
         return self.size

@@ -139,6 +139,14 @@ def unscale_latents(
     return latents * jnp.asarray(config.latents_std) + jnp.asarray(config.latents_mean)
 
 
+def encode_clips(
+    vae: "AutoencoderKLWan", params: Any, clips: Float[Array, "b T H W 3"]
+) -> Float[Array, "b t h w c"]:
+    """Encodes clips in [0, 1] to the transformer's latents: the means, without noise."""
+    mean, _ = vae.apply({"params": params}, clips * 2 - 1, method="encode")
+    return scale_latents(vae.config, mean)
+
+
 def decode_images(
     vae: "AutoencoderKLWan", params: Any, latents: Float[Array, "b h w c"]
 ) -> Float[Array, "b 1 H W 3"]:

@@ -5,17 +5,15 @@ those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without sou
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from digen_jax.errors import user_input
-from digen_jax.images import read_image, resize_image
 from digen_jax.models.autoencoders.autoencoder_kl import encode_images
-from digen_jax.models.family import Params, Record, Size, check_image, negative_of
+from digen_jax.models.family import Params, Record, Size, check_image
 from digen_jax.models.flux import network as flux
 from digen_jax.models.flux.family import Conditioning, Flux, TokenIds
 from digen_jax.models.layers import SIDE
@@ -74,17 +72,9 @@ class FluxKontext(Flux):
             check_image(self.source, self.factor * SIDE)
 
     @property
-    def encoders(self) -> Mapping[str, str]:
-        """Text encoders, and with source images the autoencoder."""
-        return super().encoders if self.source is None else {**super().encoders, "vae": ""}
-
-    @property
     def encoded_prompts(self) -> int:
-        """Maximum prompts encoded together, limited by `decoded_pixels` if there are source images."""
-        if self.source is None:
-            return Flux.encoded_prompts
-        images = self.decoded_pixels // (self.source.height * self.source.width)
-        return max(1, min(Flux.encoded_prompts, images))
+        """Maximum prompts encoded together."""
+        return self.encoded_with_images(Flux.encoded_prompts)
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds | EditTokens:
         """Returns token ids, padded or truncated to each text encoder's length, and source images.
@@ -92,26 +82,8 @@ class FluxKontext(Flux):
         Raises:
           ValueError: a source image is missing, unreadable, or unexpected because `source` is None.
         """
-        ids = super().tokenize(records)
-        for record in records:
-            _check_has_image(record, self.source)
-        if self.source is None:
-            return ids
-        height, width, _ = self.source
-        with user_input():
-            images = [resize_image(read_image(r["image"]), height, width) for r in records]
-        return EditTokens(*ids, np.stack(images))
-
-    def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:
-        """Returns the tokens of each record's negative prompt, with its source image if it has one.
-
-        The second pass of diffusers' pipeline differs from the first one only in the text.
-        """
-        if self.source is None:
-            return super().tokenize_null(records)
-        return self.tokenize(
-            [{**record, "prompt": negative_of(self, record)} for record in records]
-        )
+        ids, images = super().tokenize(records), self.source_images(records)
+        return ids if images is None else EditTokens(*ids, images)
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds | EditTokens) -> Conditioning | EditConditioning:
@@ -122,7 +94,7 @@ class FluxKontext(Flux):
         images: Any = cast(EditTokens, ids).image.astype(jnp.float32) / 255
         return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
 
-    def source_size(self, height: int, width: int) -> Size:
+    def source_size(self, height: int, width: int, clip: Size) -> Size:
         """Returns the size in `PREFERRED` whose aspect ratio is closest to that of a height x width image."""
         multiple = self.factor * SIDE
         ratio = width // multiple / max(1, height // multiple)
@@ -137,16 +109,3 @@ class FluxKontext(Flux):
         config, latent = self.transformer.config, cast(Any, self.latent_shape(size))
         found = flux.forward_flops(config, latent, self.max_sequence_length, tokens)
         return {"transformer": found}
-
-
-def _check_has_image(record: Record, source: Size | None) -> None:
-    if ("image" in record) == (source is not None):
-        return
-    if source is None:
-        raise ValueError(
-            f"the prompt {record['prompt']!r} has an image, but the model was opened without source images: "
-            "set the size of source images, or remove the field"
-        )
-    raise ValueError(
-        f"the prompt {record['prompt']!r} has no image to edit: add the path of an image"
-    )

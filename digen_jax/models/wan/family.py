@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2 text to video as a family: prompts -> conditioning, velocity, latents -> clips."""
+"""Wan 2.1 and 2.2 as a family: prompts and images -> conditioning, velocity, latents -> clips."""
 
 import dataclasses
 import html
@@ -6,11 +6,11 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
 
 from digen_jax.checkpoints.folder import INDEX, read_model_index
 from digen_jax.diffusion.schedule import UniPcConfig, make_unipc_schedule
@@ -45,6 +45,22 @@ class TextStates(NamedTuple):
     mask: Bool[Array, "b n"]
 
 
+class ImageTokens(NamedTuple):
+    """Tokens of each prompt, and its source image."""
+
+    ids: Int[Array, "b n"] | Int[np.ndarray, "b n"]
+    mask: Bool[Array, "b n"] | Bool[np.ndarray, "b n"]
+    image: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"]
+
+
+class ImageStates(NamedTuple):
+    """Conditioning of a prompt and its source image: `TextStates`, and the image's latents."""
+
+    context: Float[Array, "b n d"]
+    mask: Bool[Array, "b n"]
+    source: Float[Array, "b t h w c"]
+
+
 def clean_prompt(prompt: str) -> str:
     """Cleans a prompt as diffusers' `prompt_clean`: `ftfy` if it is installed, HTML entities, whitespace.
 
@@ -61,10 +77,19 @@ def clean_prompt(prompt: str) -> str:
 class Wan(PipelineFamily):
     """Networks and tokenizer of one pipeline folder; parameters are passed to each call.
 
+    A model with `expand_timesteps`, which is Wan 2.2 5B, generates clips from prompts alone or, with a `source`, clips
+    that start with the prompts' images. As in diffusers' `WanImageToVideoPipeline`, the network then reads the image's
+    latents as the first frame, at time 0, and they replace the first frame of the result. What it predicts for that
+    frame is not used: the velocity there is exact, (x - image) / sigma, so that no gradient, ratio or divergence
+    depends on it. In Flow-Factory (wan2_i2v.py, a0b2bc5) the prediction counts in log-probabilities. In both the mean
+    of a log-probability is over all frames.
+
     Attributes:
       transformer_2: Expert of low noise levels, whose config equals that of `transformer`, which is then the expert of
         high ones. None means that there is one transformer.
       boundary_ratio: `boundary_ratio` of model_index.json: 1000 times it is the least time of `transformer`.
+      expand_timesteps: Field of model_index.json: the network has a time for each token.
+      source: Size of the clips that start with an image. None means that prompts have no images.
       max_sequence_length: Tokens of a prompt and, with zero states, of its padding.
       odd_times: Noise levels of a schedule whose time is not floor(1000 sigma) in float32, each with its time (see
         `UniPcSchedule`).
@@ -77,10 +102,11 @@ class Wan(PipelineFamily):
     scheduler: UniPcConfig
     transformer_2: wan.WanTransformer | None = None
     boundary_ratio: float = 0.0
+    expand_timesteps: bool = False
+    source: Size | None = None
     max_sequence_length: int = 512
     odd_times: tuple[tuple[float, int], ...] = ()
 
-    pipeline: ClassVar = "WanPipeline"
     parts: ClassVar = {
         "transformer": wan.TRANSFORMER,
         "vae": dataclasses.replace(autoencoder_wan.COMPONENT, classes=("AutoencoderKLWan",)),
@@ -99,24 +125,40 @@ class Wan(PipelineFamily):
     masked: ClassVar[Mapping[str, str]] = {"context": "mask"}
     default_steps: ClassVar[int] = 50
     default_guidance: ClassVar[float] = 5.0
-    encoded_prompts: ClassVar[int] = 16
     scheduler_config: ClassVar = UniPcConfig
     solver: ClassVar[UniPc] = UniPc()
     lora_targets: ClassVar[str] = wan.LORA_TARGETS
+
+    def __post_init__(self):
+        if self.source is not None:
+            self.latent_shape(self.source)
+
+    @property
+    def pipeline(self) -> str:
+        """Class of diffusers' pipeline, which depends on the prompts; folders of 5B name the first one."""
+        return "WanPipeline" if self.source is None else "WanImageToVideoPipeline"
+
+    @property
+    def edits(self) -> bool:
+        """Whether clips may start with an image."""
+        return self.expand_timesteps
+
+    @property
+    def encoded_prompts(self) -> int:
+        """Maximum prompts encoded together."""
+        return self.encoded_with_images(16)
 
     @classmethod
     def from_folder(cls, folder: pathlib.Path, *args: Any, **options: Any) -> Self:
         """Builds the family (see `PipelineFamily.from_folder`)."""
         family = super().from_folder(folder, *args, **options)
-        ratio = read_model_index(folder).get("boundary_ratio") or 0.0
-        return dataclasses.replace(family, boundary_ratio=ratio)
+        index = read_model_index(folder)
+        ratio, expand = index.get("boundary_ratio") or 0.0, bool(index.get("expand_timesteps"))
+        return dataclasses.replace(family, boundary_ratio=ratio, expand_timesteps=expand)
 
     @classmethod
     def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
-        """Raises ValueError if experts do not fit each other, or for an autoencoder that diffusers cannot run.
-
-        `expand_timesteps` of Wan 2.2 5B is not read: each token has a time then, and all are equal in text to video.
-        """
+        """Raises ValueError if experts do not fit each other, or for an autoencoder that diffusers cannot run."""
         ratio = read_model_index(folder).get("boundary_ratio")
         first, second = configs["transformer"], configs.get("transformer_2")
         if second is None and ratio is not None:
@@ -144,10 +186,16 @@ class Wan(PipelineFamily):
 
     # ---------------------------------------------------------------- prompts
 
-    def tokenize(self, records: Sequence[Record]) -> Tokens:
-        """Returns token ids of the cleaned prompts, padded or truncated."""
+    def tokenize(self, records: Sequence[Record]) -> Tokens | ImageTokens:
+        """Returns token ids of the cleaned prompts, padded or truncated, and their source images.
+
+        Raises:
+          ValueError: a source image is missing, unreadable, or unexpected because `source` is None.
+        """
         prompts = [clean_prompt(record["prompt"]) for record in records]
-        return Tokens(*tokenizers.padded(self.tokenizer, prompts, self.max_sequence_length))
+        tokens = Tokens(*tokenizers.padded(self.tokenizer, prompts, self.max_sequence_length))
+        images = self.source_images(records) if self.edits else None
+        return tokens if images is None else ImageTokens(*tokens, images)
 
     def is_truncated(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Returns which cleaned prompts exceed the text encoder's input length."""
@@ -155,17 +203,44 @@ class Wan(PipelineFamily):
         return tokenizers.longer([limit], [clean_prompt(prompt) for prompt in prompts])
 
     @exact_products
-    def encode(self, params: Params, tokens: Tokens) -> TextStates:
-        """Returns the text encoder's states of each prompt's tokens, and zeros for the padding."""
-        states: Any = self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
-        mask = jnp.asarray(tokens.mask)
-        return TextStates(jnp.where(mask[..., None], states, 0), mask)
+    def encode(self, params: Params, tokens: Tokens | ImageTokens) -> TextStates | ImageStates:
+        """Returns the text encoder's states of each prompt's tokens, zeros for the padding, and the image's latents."""
+        encoder, (ids, mask) = {"params": params["text_encoder"]}, tokens[:2]
+        states, mask = cast(Any, self.text_encoder.apply(encoder, ids, mask)), jnp.asarray(mask)
+        text = TextStates(jnp.where(mask[..., None], states, 0), mask)
+        if self.source is None:
+            return text
+        clips: Any = cast(ImageTokens, tokens).image[:, None].astype(jnp.float32) / 255
+        return ImageStates(*text, autoencoder_wan.encode_clips(self.vae, params["vae"], clips))
 
-    def network_inputs(
-        self, conditioning: TextStates, guidance: Float[Array, "b"] | None
-    ) -> tuple[Float[Array, "b n d"]]:
-        """Returns the states of all tokens, zeros included."""
-        return (conditioning.context,)
+    @exact_products
+    def velocity(
+        self,
+        variables: Params,
+        x: Float[Array, "b t h w c"],
+        sigma: Float[Array, "b"],
+        conditioning: TextStates | ImageStates,
+        guidance: float | None = None,
+    ) -> Float32[Array, "b t h w c"]:
+        """Returns the transformer's velocity, and the exact one of a first frame that the image determines."""
+        time, latents = self.network_time(sigma), self.complete(x, conditioning)
+        if self.source is not None:
+            time = jnp.stack([jnp.zeros_like(time), time], axis=1)
+        inputs = latents, time, conditioning.context
+        v: Any = self.transformer.apply(variables["transformer"], *inputs)
+        if self.source is None:
+            return v
+        exact = (x - latents)[:, :1] / sigma[:, None, None, None, None]
+        return jnp.concatenate([exact, v[:, 1:]], axis=1)
+
+    def complete(
+        self, latents: Float[Array, "b t h w c"], conditioning: TextStates | ImageStates
+    ) -> Float[Array, "b t h w c"]:
+        """Returns the latents with the image's as the first frame."""
+        if isinstance(conditioning, TextStates):
+            return latents
+        source = conditioning.source.astype(latents.dtype)
+        return jnp.concatenate([source, latents[:, 1:]], axis=1)
 
     # ---------------------------------------------------------------- schedule
 
@@ -223,6 +298,15 @@ class Wan(PipelineFamily):
           ValueError: the size does not fit.
         """
         multiple = self.factor * self.patch
+        if self.source is not None and size != self.source:
+            raise ValueError(
+                f"a clip of {size} does not fit this model, whose clips start with source images of {self.source}: "
+                "make both sizes equal"
+            )
+        if self.source is not None and size.frames == 1:
+            raise ValueError(
+                "a clip of 1 frame does not fit this model, whose first frame is the source image: use 5 or more"
+            )
         longest = 1 + (self.positions - 1) * FRAMES_FACTOR
         check_clip(size, multiple, FRAMES_FACTOR, multiple * self.positions, longest)
         frames = 1 + (size.frames - 1) // FRAMES_FACTOR

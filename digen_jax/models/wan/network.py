@@ -6,12 +6,13 @@ blocks are scanned as one run (`blocks_0to29`). The image-conditioned models hav
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from digen_jax.attention.attend import attend
 from digen_jax.files import number
@@ -145,13 +146,14 @@ class Block(nn.Module):
         self,
         x: Float[Array, "b n d"],
         context: Float[Array, "b m d"],
-        modulation: Float[Array, "b 6 d"],
+        modulation: Float[Array, "b k 6 d"],
+        first: Bool[Array, "n"],
         rotary: Rotary,
     ) -> tuple[Float[Array, "b n d"], None]:
         """Updates the tokens; the second result is for `nn.scan`, which collects nothing."""
         config = self.config
         table = self.param("scale_shift_table", _table_init, (1, VECTORS, config.dim))
-        shift, scale, gate, *of_mlp = jnp.split(table + modulation, VECTORS, axis=1)
+        shift, scale, gate, *of_mlp = _of_tokens(table + modulation, first)
 
         def modulated(shift: Array, scale: Array) -> Float[Array, "b n d"]:
             return layers.modulate(layers.layer_norm(x, config.eps), shift, scale, self.dtype)
@@ -188,15 +190,16 @@ class ConditionEmbedder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, time: Float[Array, "b"], context: Float[Array, "b m c"]
-    ) -> tuple[Float[Array, "b d"], Float[Array, "b 6 d"], Float[Array, "b m d"]]:
-        """Returns the embedding of time, the modulation of all blocks, and the projected text."""
+        self, time: Float[Array, "b k"], context: Float[Array, "b m c"]
+    ) -> tuple[Float[Array, "b k d"], Float[Array, "b k 6 d"], Float[Array, "b m d"]]:
+        """Returns the embedding of each time, the modulation of all blocks, and the projected text."""
         dim = self.config.dim
-        features = layers.timestep_features(time, self.config.freq_dim)
+        features = layers.timestep_features(time.ravel(), self.config.freq_dim)
+        features = features.reshape(*time.shape, -1)
         embedding = layers.Mlp(dim, name="time_embedder")(features)
         modulation = layers.linear(VECTORS * dim, jnp.float32, "time_proj")(nn.silu(embedding))
         text = TextProjection(dim, self.dtype, name="text_embedder")(context)
-        return embedding, modulation.reshape(-1, VECTORS, dim), text
+        return embedding, modulation.reshape(*time.shape, VECTORS, dim), text
 
 
 class WanTransformer(nn.Module):
@@ -215,14 +218,15 @@ class WanTransformer(nn.Module):
     def __call__(
         self,
         latents: Float[Array, "b t h w c"],
-        time: Float[Array, "b"],
+        time: Float[Array, "b"] | Float[Array, "b 2"],
         context: Float[Array, "b m c"],
     ) -> Float[Array, "b t h w o"]:
         """Predicts the velocity eps - x0, in float32.
 
         Args:
           latents: Latents with sides that are multiples of the patch's.
-          time: Times in [0, 1000]; diffusers' pipeline passes integers.
+          time: Times in [0, 1000]; diffusers' pipeline passes integers. Two are those of the first frame's tokens and
+            of the others.
           context: States of the prompts, zeros after their ends, which are attended to like any other.
 
         Raises:
@@ -249,18 +253,29 @@ class WanTransformer(nn.Module):
         )(latents)
         x = x.reshape(batch, math.prod(grid), config.dim)
         embedder = ConditionEmbedder(config, self.dtype, name="condition_embedder")
-        embedding, modulation, context = embedder(time, context)
+        embedding, modulation, context = embedder(time.reshape(batch, -1), context)
+        first = jnp.arange(x.shape[1]) < math.prod(grid[1:])
         block = block_run(Block, "blocks", 0, config.num_layers - 1, self.remat)
         x, _ = block(config, self.dtype)(
-            x, context, modulation, video_rotary(config.axes_dims, grid, THETA)
+            x, context, modulation, first, video_rotary(config.axes_dims, grid, THETA)
         )
 
         table = self.param("scale_shift_table", _table_init, (1, 2, config.dim))
-        shift, scale = jnp.split(table + embedding[:, None], 2, axis=1)
+        shift, scale = _of_tokens(table + embedding[:, :, None], first)
         features = config.out_channels * patch**2
         x = layers.output(x, (scale, shift), features, self.dtype, epsilon=config.eps)
         x = x.reshape(batch * frames, -1, features)
         return layers.unpatched(x, patch, height, width).reshape(*latents.shape[:4], -1)
+
+
+def _of_tokens(
+    vectors: Float[Array, "b k v d"], first: Bool[Array, "n"]
+) -> Sequence[Float[Array, "b 1 d"] | Float[Array, "b n d"]]:
+    """Returns v vectors for the tokens; of two times the first is for tokens where `first` is True."""
+    parts = [vectors[:, :, i] for i in range(vectors.shape[2])]
+    if vectors.shape[1] == 1:
+        return parts
+    return [jnp.where(first[:, None], one[:, :1], one[:, 1:]) for one in parts]
 
 
 def _table_init(key: Array, shape: tuple[int, ...]) -> Float[Array, "1 v d"]:

@@ -163,7 +163,7 @@ def test_pictures_get_the_size_that_the_pipeline_chooses(asked):
         [720, 1280],
         [432, 976],  # between the means, arithmetic and geometric, of the two widest shapes
     ]
-    chosen = {tuple(size): family.source_size(*size) for size in sizes}
+    chosen = {tuple(size): family.source_size(*size, SIZE) for size in sizes}
     assert chosen == {tuple(size): asked(picture_size=size)[1] for size in sizes}
     assert len(set(chosen.values())) == 17
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 
 from digen_jax.models.family import Size
@@ -22,7 +23,11 @@ BY_HAND = TINY | dict(in_channels=4)
 
 
 def call(model, latents, time, context):
-    """Channels first."""
+    """Channels first, and a time for each token if that of the first frame differs."""
+    if time.ndim == 2:
+        _, frames, *sides, _ = latents.shape
+        tokens = sides[0] * sides[1] // model.config.patch_size[1] ** 2
+        time = time.repeat_interleave(torch.tensor([tokens, tokens * (frames - 1)]), dim=1)
     v = model(
         hidden_states=latents.permute(0, 4, 1, 2, 3).to(model.dtype),
         timestep=time.long(),
@@ -49,7 +54,7 @@ NETWORK = Network(
         "single": Case(
             SINGLE,
             {"latents": (3, 2, 5, 4, 3), "context": (3, 6, 10)},
-            {"time": np.float32([857, 500, 3])},
+            {"time": np.float32([[0, 857], [0, 500], [0, 3]])},
             "none",
             "0",
             slow=True,

@@ -1,0 +1,199 @@
+"""Wan's image to video beside diffusers' pipeline, which takes one image a call."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import WanImageToVideoPipeline
+from diffusers.pipelines.wan import pipeline_wan_i2v
+
+from digen_jax.diffusion.sampling import flatten, image_keys, replay
+from digen_jax.diffusion.steps import make_step
+from digen_jax.families import load_family, read_parts
+from digen_jax.inference.model import all_devices, edited
+from digen_jax.models.family import Size
+from digen_jax.parallel.encoding import null_prompt_key, prompt_key
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights, steps_of_experts
+from digen_jax.policies import trained_of
+from tests.cases import said
+from tests.models.families import NEGATIVES, PROMPTS, STEPS
+from tests.models.flux.kontext_folders import picture
+from tests.models.test_families import close
+from tests.models.wan.folders import wan_folder
+from tests.models.wan.spec import PIPELINE_5B
+
+SPECS = {"5B": PIPELINE_5B}
+GUIDED = dict(guidance_scale=5.0)
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    # The pipeline needs ftfy, which is not installed for the tests; it changes none of their prompts.
+    given = SimpleNamespace(fix_text=lambda text: text)
+    monkeypatch.setattr(pipeline_wan_i2v, "ftfy", given, raising=False)
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        yield
+
+
+@functools.cache
+def ours(base, kind):
+    """The family with all its parameters, and its jitted `encode`."""
+    spec, folder = SPECS[kind], wan_folder(base, kind)
+    family = load_family(folder, max_sequence_length=spec.tokens, source=spec.size)
+    params = read_parts(family, folder, family.shapes(), all_devices(jax.devices()[:1]))
+    return family, params, jax.jit(family.encode)
+
+
+@functools.cache
+def theirs(base, kind):
+    pipe = WanImageToVideoPipeline.from_pretrained(wan_folder(base, kind))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget():
+    yield
+    ours.cache_clear()  # other tests look at all arrays that are left
+
+
+def records(negative=False):
+    """Two prompts, with images of other sizes than the clips'."""
+    found = said(*PROMPTS[:2])
+    for seed, record in enumerate(found):
+        record["image"] = picture(seed, 33, 21 + seed)
+        if negative:
+            record["negative_prompt"] = NEGATIVES[seed]
+    return found
+
+
+def by_diffusers(spec, pipe, given, x, **call):
+    """Latents after each step and clips of `Pipeline.call`, for each prompt with its image."""
+    found = []
+    for i, record in enumerate(given):
+        own = dict(image=record["image"], **call)
+        if "negative_prompt" in record:
+            own["negative_prompt"] = [record["negative_prompt"]]
+        found.append(spec.call(pipe, [record["prompt"]], x[i : i + 1], **own))
+    latents, clips = zip(*found, strict=True)
+    return [np.concatenate(each) for each in zip(*latents, strict=True)], np.concatenate(clips)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [("5B", GUIDED), pytest.param("5B", dict(guidance_scale=1.0), marks=pytest.mark.slow)],
+)
+def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(base, kind, call):
+    """The pipeline computes a first frame that it does not use until the end, where it is replaced."""
+    spec, (family, params, encode) = SPECS[kind], ours(base, kind)
+    guided = call["guidance_scale"] > 1
+    family, given = family.scheduled(STEPS, spec.size), records(guided)
+    policy = Policy(family, call["guidance_scale"], guidance_2=call.get("guidance_scale_2", 0.0))
+    prompts = encode(params, family.tokenize(given))
+    null = encode(params, family.tokenize_null(given)) if guided else None
+    tuned, fixed = policy.split(jax.random.key(0), trained_of(family, params), reference=False)
+    x = np.random.default_rng(0).normal(size=(2, *family.latent_shape(spec.size)))
+    x = start = x.astype(np.float32)
+    expected, pixels = by_diffusers(spec, theirs(base, kind), given, x, **call)
+    sigmas = family.sigmas(STEPS, spec.size)
+    counts = steps_of_experts(family, sigmas)
+    experts = [one.expert for one, n in zip(policy.experts, counts, strict=True) for _ in range(n)]
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(x, i, last, expert):
+        sigma = jnp.full(2, jnp.asarray(sigmas)[i])
+        v = policy.experts[expert].velocity(tuned, fixed, prompts, null)(x, sigma)
+        return family.solver.advance(x, v, jnp.asarray(sigmas), i, last)
+
+    x, replaced = jnp.asarray(x), int(family.expand_timesteps)
+    last = family.solver.init_last(x)
+    for i, latents in enumerate(expected):
+        x, last = step(x, i, last, experts[i])
+        close(spec.seen(np.asarray(x))[:, :, replaced:], latents[:, :, replaced:], 1e-4)
+    clips = np.asarray(jax.jit(family.decode)(params, x))
+    np.testing.assert_allclose(clips, pixels, rtol=0, atol=1e-3)
+    assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
+    swapped = [
+        one | {"image": other["image"]} for one, other in zip(given, given[::-1], strict=True)
+    ]
+    _, others = by_diffusers(spec, theirs(base, kind), swapped, start, **call)
+    # The image matters in the first frame and in later ones, by more than the tolerance.
+    assert (np.abs(others - pixels)[:, [0, -1]].max((2, 3, 4)) > 4e-3).all()
+
+
+def test_images_are_part_of_a_prompts_key(base):
+    """And of that of its negative prompt; equal ones are encoded once."""
+    family, (first, other) = ours(base, "5B")[0], records()
+    same = first | {"image": other["image"]}
+    for key in (prompt_key, null_prompt_key):
+        assert len({key(family, one) for one in (first, same, dict(first))}) == 2
+    tokens = family.tokenize([first, same])
+    assert (tokens.ids[0] == tokens.ids[1]).all() and (tokens.image[0] != tokens.image[1]).any()
+    assert family.tokenize_null([first, same]).image.shape[0] == 2
+
+
+def test_the_first_frame_counts_in_no_ratio_and_in_no_gradient(base):
+    """With noise in all steps, the last one included, which would change the image."""
+    family, params, _ = ours(base, "5B")
+    size, step = PIPELINE_5B.size, make_step("flow", 0.7)
+    sampler = Sampler(
+        Policy(family), all_devices(jax.devices()[:1]), SamplerSettings(size, 2, step, 2)
+    )
+    trained = trained_of(family, params)
+    tuned, fixed = sampler.policy.split(jax.random.key(0), trained, reference=False)
+    weights, rows = Weights(tuned, fixed, params), np.arange(2, dtype=np.int32)
+    prompts = sampler.encode(weights, records())
+    keys = image_keys(jax.random.key(3), rows, np.zeros(2, int))
+    trajectory = sampler.generate(weights, prompts, rows, keys)
+    conditioning = prompts.conditioning
+    np.testing.assert_array_equal(trajectory.latents[:, :1], conditioning.source)
+    done = flatten(trajectory.transitions)
+    repeated = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), conditioning)
+
+    @jax.jit
+    def again(tuned):
+        velocity = sampler.policy.velocity(tuned, fixed, repeated, None)
+        return replay(velocity, done, step, trajectory.sigmas[1])
+
+    before, after = again(tuned), again(jax.tree.map(lambda leaf: leaf * 1.05, tuned))
+    np.testing.assert_allclose(before.log_prob, done.log_prob, rtol=0, atol=1e-5)
+    for field in ("mean", "velocity"):
+        old, new = getattr(before, field), getattr(after, field)
+        np.testing.assert_array_equal(old[:, 0], new[:, 0])
+        assert np.abs(old[:, 1:] - new[:, 1:]).max() > 1e-3
+    errors = [np.square(done.x_next - one.mean)[:, 1:] / 2 for one in (before, after)]
+    ratio = (errors[0] - errors[1]).sum((1, 2, 3, 4)) / before.std**2 / done.x[0].size
+    np.testing.assert_allclose(after.log_prob - before.log_prob, ratio, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "match"),
+    [
+        (Size(32, 64, 5), "make both sizes equal"),
+        (Size(64, 32, 9), "make both sizes equal"),
+        (Size(32, 64, 1), "make both sizes equal"),
+    ],
+)
+def test_clips_have_the_size_of_their_images(base, size, match):
+    with pytest.raises(ValueError, match=match):
+        ours(base, "5B")[0].latent_shape(size)
+
+
+def test_images_and_sizes_that_do_not_fit_are_refused(base):
+    family = load_family(wan_folder(base, "5B"))
+    with pytest.raises(ValueError, match="use 5 or more"):
+        load_family(wan_folder(base, "5B"), source=Size(32, 64))
+    with pytest.raises(ValueError, match="has an image, but the model was opened without"):
+        family.tokenize(records())
+    with pytest.raises(ValueError, match="has no image"):
+        ours(base, "5B")[0].tokenize(said("x"))
+    with pytest.raises(ValueError, match="cannot edit images"):
+        load_family(wan_folder(base), source=Size(32, 64, 9))
+    for size in (Size(32, 64, 9), Size(64, 32, 5)):
+        found = edited(family, records(), size=size)
+        assert found.source == size and found.pipeline == "WanImageToVideoPipeline"
