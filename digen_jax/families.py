@@ -24,6 +24,7 @@ FAMILIES = {
     "ZImagePipeline": "digen_jax.models.zimage.family:ZImage",
     "QwenImagePipeline": "digen_jax.models.qwen_image.family:QwenImage",
     "WanPipeline": "digen_jax.models.wan.family:Wan",
+    "WanImageToVideoPipeline": "digen_jax.models.wan.image_to_video:WanImageToVideo",
     "HunyuanVideoPipeline": "digen_jax.models.hunyuan_video.family:HunyuanVideo",
     "HunyuanVideo15Pipeline": "digen_jax.models.hunyuan_video.family15:HunyuanVideo15",
 }

@@ -221,18 +221,19 @@ class Projection(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """diffusers' FeedForward; `hidden` None means a hidden layer that is four times as wide."""
+    """diffusers' FeedForward, by default with a hidden layer that is four times as wide, and x's width at the end."""
 
     dtype: DTypeLike
     hidden: int | None = None
     activation: Callable[[Array], Array] = gelu
+    out: int | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n o"]:
         """Applies the network to each token."""
         dim = x.shape[-1]
         x = Projection(self.hidden or 4 * dim, self.dtype, self.activation, name="net_0")(x)
-        return product(linear(dim, self.dtype, "net_2")(x))
+        return product(linear(self.out or dim, self.dtype, "net_2")(x))
 
 
 def pack(latents: Float[Array, "b h w c"]) -> Float[Array, "b n p"]:

@@ -239,7 +239,7 @@ def test_gates_of_wan_are_float32_in_bfloat16():
     x, context = (jnp.asarray(draw((2, n, config.dim)), bfloat16) for n in (40, 3))
     modulation = jnp.asarray(draw((2, 6, config.dim)), jnp.float32)
     rotary = video_rotary(config.axes_dims, (1, 4, 10), wan.wan.THETA)
-    given = x, context, modulation[:, None], jnp.ones(40, bool), rotary
+    given = x, context, modulation[:, None], jnp.ones(40, bool), None, rotary
     block = wan.wan.Block(config, bfloat16)
     params = flatten_dict(block.init(jax.random.key(0), *given)["params"])
     params = {path: jnp.asarray(draw(leaf.shape), jnp.float32) for path, leaf in params.items()}

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.files import LARGEST, check_values, number
+from digen_jax.models.family import Component
 from digen_jax.models.linear import patch_product
 from digen_jax.models.text import clip_text
 from digen_jax.models.text.clip_text import (
@@ -39,6 +40,7 @@ VISION_AXES = (
 )
 
 # Buffer that old versions of transformers saved with the parameters.
+VISION_PREFIXES = "vision_model.", "visual_projection."
 VISION_IGNORED: tuple[str, ...] = ("vision_model.embeddings.position_ids",)
 
 
@@ -123,15 +125,23 @@ class CLIPVisionTransformer(nn.Module):
 
     config: CLIPVisionConfig
     dtype: DTypeLike
+    penultimate: bool = False
 
     @nn.compact
-    def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b d"]:
-        """Maps pixels to the normed last state of the class token, transformers' `pooler_output`."""
+    def __call__(
+        self, pixels: Float[Array, "b h w 3"]
+    ) -> Float[Array, "b d"] | Float[Array, "b n d"]:
+        """Maps pixels to the normed last state of the class token, transformers' `pooler_output`.
+
+        If `penultimate`, returns the input of the last layer, transformers' `hidden_states[-2]`.
+        """
         config, dtype = self.config, self.dtype
         x = CLIPVisionEmbeddings(config, dtype, name="embeddings")(pixels)
         x = norm(config, dtype, "pre_layrnorm")(x)
         encoder = CLIPEncoder(config, dtype, causal=False, name="encoder")
-        x, _ = encoder(x, config.num_hidden_layers)
+        x, kept = encoder(x, config.num_hidden_layers - self.penultimate)
+        if self.penultimate:
+            return kept
         return norm(config, dtype, "post_layernorm")(x[:, 0])
 
 
@@ -154,6 +164,37 @@ class CLIPVisionModelWithProjection(nn.Module):
         )
         return project(pooled)
 
+
+class CLIPVisionModel(nn.Module):
+    """Image encoder for conditioning of a diffusion model; computes in and returns `dtype`."""
+
+    config: CLIPVisionConfig
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
+        """Returns the penultimate states of the class and of all patches."""
+        return CLIPVisionTransformer(self.config, self.dtype, True, name="vision_model")(pixels)
+
+
+def vision_inputs(config: CLIPVisionConfig) -> tuple[Float[Array, "1 h w 3"]]:
+    """Returns a black image, for `init`."""
+    return (jnp.zeros((1, config.image_size, config.image_size, 3)),)
+
+
+VISION = Component(
+    library="transformers",
+    classes=("CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    network=CLIPVisionModel,
+    read_config=CLIPVisionConfig.from_config,
+    inputs=vision_inputs,
+    lists=LISTS,
+    axes=VISION_AXES,
+    # Layers after the penultimate states, other than the last one.
+    ignored=lambda network: (*VISION_IGNORED, "*.post_layernorm.*", "visual_projection.*"),
+    # transformers 5 saves a CLIPVisionModel without a prefix.
+    renamed=lambda name: name if name.startswith(VISION_PREFIXES) else f"vision_model.{name}",
+)
 
 # Logical axes of kernels (see `logical_axes`); the scale has no dimension.
 AXES = (*VISION_AXES, *clip_text.AXES, (r"^$", ()))

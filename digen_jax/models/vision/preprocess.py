@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, UInt8
+from PIL import Image
 
 Filter = Literal["bilinear", "bicubic"]
 
@@ -185,13 +186,26 @@ def _channels(
     return tuple(map(float, found))
 
 
+def crop_image(image: Image.Image, processor: Processor) -> UInt8[np.ndarray, "s s 3"]:
+    """Resizes and crops one image on the host, as `CLIPImageProcessorPil`."""
+    height, width = _shorter((image.height, image.width), processor.edge)
+    resized = np.asarray(image.resize((width, height), Image.Resampling[processor.kind.upper()]))
+    top, left = (height - processor.size) // 2, (width - processor.size) // 2
+    return resized[top : top + processor.size, left : left + processor.size]
+
+
+def scaled(images: UInt8[Array, "b s s 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
+    """Scales and normalizes cropped images."""
+    return normalised(images.astype(jnp.float32) * processor.scale, processor)
+
+
 def pil_crop(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
     """Applies `CLIPImageProcessorPil`: bytes are exact, normalized values are equal up to float32 rounding."""
     height, width = _shorter(images.shape[1:3], processor.edge)
     x = resize_bytes(images, height, width, processor.kind)
     size = processor.size
     x = _cropped(x, (height - size) // 2, (width - size) // 2, size)
-    return normalised(x.astype(jnp.float32) * processor.scale, processor)
+    return scaled(x, processor)
 
 
 def tensor_crop(

@@ -51,14 +51,16 @@ class ImageTokens(NamedTuple):
     ids: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     mask: Bool[Array, "b n"] | Bool[np.ndarray, "b n"]
     image: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"]
+    cropped: UInt8[Array, "b s s 3"] | UInt8[np.ndarray, "b s s 3"] | None = None  # for CLIP
 
 
 class ImageStates(NamedTuple):
-    """Conditioning of a prompt and its source image: `TextStates`, and the image's latents."""
+    """Conditioning of a prompt and its source image: `TextStates`, the image's latents, and its states in CLIP."""
 
     context: Float[Array, "b n d"]
     mask: Bool[Array, "b n"]
     source: Float[Array, "b t h w c"]
+    image: Float[Array, "b i e"] | None = None
 
 
 def clean_prompt(prompt: str) -> str:
@@ -114,7 +116,7 @@ class Wan(PipelineFamily):
         "transformer_2": wan.TRANSFORMER,
     }
     experts: ClassVar = ("transformer", "transformer_2")
-    optional: ClassVar = ("transformer_2",)
+    optional: ClassVar[tuple[str, ...]] = ("transformer_2",)
     widths: ClassVar = (
         ("text_encoder", "d_model", "text_dim"),
         ("vae", "z_dim", "in_channels"),
@@ -178,6 +180,11 @@ class Wan(PipelineFamily):
                 f"{folder / 'transformer_2' / 'config.json'}: {name} must be {getattr(first, name)}, as of the "
                 f"transformer, and is {getattr(second, name)}"
             )
+        if first.image_dim is not None and "image_encoder" not in configs:
+            raise ValueError(
+                f"{folder / 'transformer' / 'config.json'}: image_dim must be null without an image_encoder, and is "
+                f"{first.image_dim}"
+            )
         if configs["vae"].frames_factor != FRAMES_FACTOR:
             raise ValueError(
                 f"{folder / 'vae' / 'config.json'}: temperal_downsample must have {FRAMES_FACTOR} frames of a clip "
@@ -210,8 +217,14 @@ class Wan(PipelineFamily):
         text = TextStates(jnp.where(mask[..., None], states, 0), mask)
         if self.source is None:
             return text
-        clips: Any = cast(ImageTokens, tokens).image[:, None].astype(jnp.float32) / 255
+        clips = self.source_clips(
+            cast(ImageTokens, tokens).image[:, None].astype(jnp.float32) / 255
+        )
         return ImageStates(*text, autoencoder_wan.encode_clips(self.vae, params["vae"], clips))
+
+    def source_clips(self, images: Any) -> Float[Array, "b t h w 3"]:
+        """Returns the clips, in [0, 1], whose latents the network reads, from images of one frame."""
+        return images
 
     @exact_products
     def velocity(
@@ -281,6 +294,11 @@ class Wan(PipelineFamily):
     def patch(self) -> int:
         """Latents along each side of a token."""
         return self.transformer.config.patch
+
+    @property
+    def channels(self) -> int:
+        """Channels of the latents."""
+        return self.vae.config.z_dim
 
     @property
     def positions(self) -> int:

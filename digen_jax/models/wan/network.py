@@ -1,10 +1,11 @@
-"""Wan 2.1's text-to-video transformer (Wan Team, arXiv 2503.20314): video tokens that cross-attend to the text.
+"""Wan's transformer (Wan Team, arXiv 2503.20314): video tokens that cross-attend to the text.
 
 Attribute names are those of diffusers' `WanTransformer3DModel`, so that a parameter's path is its tensor's name; the
-blocks are scanned as one run (`blocks_0to29`). The image-conditioned models have further layers, which are not here.
+blocks are scanned as one run (`blocks_0to29`). Wan 2.1's image-to-video model also cross-attends to an image.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -28,7 +29,10 @@ LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj
 # Logical axes of kernels (see `logical_axes`).
 AXES = (
     (r"attn[12]/to_[qkv]$", ("embed", "heads")),
-    (r"attn[12]/norm_[qk]$", ("heads",)),
+    (r"attn2/add_[kv]_proj$", ("embed", "heads")),
+    (r"attn[12]/norm_(q|k|added_k)$", ("heads",)),
+    (r"image_embedder/norm1$", ("text",)),
+    (r"image_embedder/ff/net_0/proj$", ("text", "mlp")),
     (r"attn[12]/to_out_0$", ("heads", "embed")),
     (r"net_0/proj$", ("embed", "mlp")),
     (r"net_2$", ("mlp", "embed")),
@@ -42,6 +46,7 @@ AXES = (
     (r"^(blocks_[^/]*)?$", ("embed",)),  # scale_shift_table
 )
 THETA = 10_000.0
+IMAGE_EPSILON = 1e-5  # of the norms of an image's states
 VECTORS = 6  # shift, scale and gate of the self-attention and of the feed-forward network
 
 
@@ -49,7 +54,7 @@ VECTORS = 6  # shift, scale and gate of the self-attention and of the feed-forwa
 class WanConfig(TransformerConfig):
     """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
-    The last three fields are for models that read an image.
+    `image_dim` and `added_kv_proj_dim` are for models that attend to an image.
     """
 
     title: ClassVar = "a Wan transformer"
@@ -67,8 +72,8 @@ class WanConfig(TransformerConfig):
     qk_norm: Literal["rms_norm_across_heads"] = "rms_norm_across_heads"
     eps: float = number(1e-6, 0, 1)
     rope_max_seq_len: int = 1024
-    image_dim: Literal[None] = None
-    added_kv_proj_dim: Literal[None] = None
+    image_dim: int | None = None
+    added_kv_proj_dim: int | None = None
     pos_embed_seq_len: Literal[None] = None
 
     def __post_init__(self):
@@ -76,6 +81,12 @@ class WanConfig(TransformerConfig):
         if frames != 1 or sides[0] != sides[1] or sides[0] < 1:
             raise ValueError(
                 f"patch_size must be [1, n, n], one frame of n x n latents, not {list(self.patch_size)}."
+            )
+        if self.image_dim is None and self.added_kv_proj_dim is not None:
+            raise ValueError("added_kv_proj_dim must be null, because image_dim is.")
+        if self.image_dim is not None and self.added_kv_proj_dim != self.dim:
+            raise ValueError(
+                f"image_dim must be null, or added_kv_proj_dim the width {self.dim}, not {self.added_kv_proj_dim}."
             )
         for name in ("attention_head_dim", "freq_dim"):
             if getattr(self, name) % 2:
@@ -109,9 +120,13 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "b n d"],
         context: Float[Array, "b m d"] | None = None,
+        image: Float[Array, "b i d"] | None = None,
         rotary: Rotary | None = None,
     ) -> Float[Array, "b n d"]:
-        """Returns the attended x; `context` is attended to completely. Without it, `rotary` rotates x."""
+        """Returns the attended x; `context` is attended to completely. Without it, `rotary` rotates x.
+
+        The result of a second attention, to the tokens of an image, is added.
+        """
         config = self.config
 
         def linear(name: str) -> nn.Dense:
@@ -131,7 +146,11 @@ class Attention(nn.Module):
         else:
             q = linear("to_q")(x)
             k, v = of_one_input([linear(name) for name in ("to_k", "to_v")], context)
-        y = attend(heads(q, "norm_q"), heads(k, "norm_k"), heads(v))
+        queries = heads(q, "norm_q")
+        y = attend(queries, heads(k, "norm_k"), heads(v))
+        if image is not None:
+            k, v = of_one_input([linear(name) for name in ("add_k_proj", "add_v_proj")], image)
+            y = y + attend(queries, heads(k, "norm_added_k"), heads(v))
         return product(linear("to_out_0")(y.reshape(x.shape)))
 
 
@@ -148,6 +167,7 @@ class Block(nn.Module):
         context: Float[Array, "b m d"],
         modulation: Float[Array, "b k 6 d"],
         first: Bool[Array, "n"],
+        image: Float[Array, "b i d"] | None,
         rotary: Rotary,
     ) -> tuple[Float[Array, "b n d"], None]:
         """Updates the tokens; the second result is for `nn.scan`, which collects nothing."""
@@ -161,7 +181,8 @@ class Block(nn.Module):
         y = Attention(config, self.dtype, name="attn1")(modulated(shift, scale), rotary=rotary)
         x = layers.residual(x, gate, y)
         norm = nn.LayerNorm(config.eps, jnp.float32, use_fast_variance=False, name="norm2")
-        x = x + Attention(config, self.dtype, name="attn2")(norm(x).astype(self.dtype), context)
+        y = norm(x).astype(self.dtype)
+        x = x + Attention(config, self.dtype, name="attn2")(y, context, image)
         shift, scale, gate = of_mlp
         feed_forward = layers.FeedForward(self.dtype, config.ffn_dim, name="ffn")
         return layers.residual(x, gate, feed_forward(modulated(shift, scale))), None
@@ -182,24 +203,47 @@ class TextProjection(nn.Module):
         )
 
 
+class ImageProjection(nn.Module):
+    """diffusers' `WanImageEmbedding`: linear, GELU, linear, between two norms in float32."""
+
+    dim: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, image: Float[Array, "b i e"]) -> Float[Array, "b i d"]:
+        """Projects each state of the image."""
+
+        def norm(name: str) -> nn.LayerNorm:
+            return nn.LayerNorm(IMAGE_EPSILON, jnp.float32, use_fast_variance=False, name=name)
+
+        gelu = functools.partial(nn.gelu, approximate=False)
+        network = layers.FeedForward(self.dtype, image.shape[-1], gelu, self.dim, name="ff")
+        return norm("norm2")(network(norm("norm1")(image).astype(self.dtype))).astype(self.dtype)
+
+
 class ConditionEmbedder(nn.Module):
-    """diffusers' `WanTimeTextImageEmbedding` without an image; time and modulation are always float32."""
+    """diffusers' `WanTimeTextImageEmbedding`; time and modulation are always float32."""
 
     config: WanConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(
-        self, time: Float[Array, "b k"], context: Float[Array, "b m c"]
-    ) -> tuple[Float[Array, "b k d"], Float[Array, "b k 6 d"], Float[Array, "b m d"]]:
-        """Returns the embedding of each time, the modulation of all blocks, and the projected text."""
+        self,
+        time: Float[Array, "b k"],
+        context: Float[Array, "b m c"],
+        image: Float[Array, "b i e"] | None,
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Returns the embedding of each time [b k d], the modulation of all blocks [b k 6 d], and text and image."""
         dim = self.config.dim
         features = layers.timestep_features(time.ravel(), self.config.freq_dim)
         features = features.reshape(*time.shape, -1)
         embedding = layers.Mlp(dim, name="time_embedder")(features)
         modulation = layers.linear(VECTORS * dim, jnp.float32, "time_proj")(nn.silu(embedding))
         text = TextProjection(dim, self.dtype, name="text_embedder")(context)
-        return embedding, modulation.reshape(*time.shape, VECTORS, dim), text
+        if image is not None:
+            image = ImageProjection(dim, self.dtype, name="image_embedder")(image)
+        return embedding, modulation.reshape(*time.shape, VECTORS, dim), text, image
 
 
 class WanTransformer(nn.Module):
@@ -220,6 +264,7 @@ class WanTransformer(nn.Module):
         latents: Float[Array, "b t h w c"],
         time: Float[Array, "b"] | Float[Array, "b 2"],
         context: Float[Array, "b m c"],
+        image: Float[Array, "b i e"] | None = None,
     ) -> Float[Array, "b t h w o"]:
         """Predicts the velocity eps - x0, in float32.
 
@@ -228,6 +273,7 @@ class WanTransformer(nn.Module):
           time: Times in [0, 1000]; diffusers' pipeline passes integers. Two are those of the first frame's tokens and
             of the others.
           context: States of the prompts, zeros after their ends, which are attended to like any other.
+          image: States of an image, for a network with `image_dim`.
 
         Raises:
           ValueError: the latents have a side that is no multiple of the patch's, or more tokens along an axis than
@@ -253,11 +299,12 @@ class WanTransformer(nn.Module):
         )(latents)
         x = x.reshape(batch, math.prod(grid), config.dim)
         embedder = ConditionEmbedder(config, self.dtype, name="condition_embedder")
-        embedding, modulation, context = embedder(time.reshape(batch, -1), context)
+        inputs = time.reshape(batch, -1), context, image
+        embedding, modulation, context, image = embedder(*inputs)
         first = jnp.arange(x.shape[1]) < math.prod(grid[1:])
         block = block_run(Block, "blocks", 0, config.num_layers - 1, self.remat)
         x, _ = block(config, self.dtype)(
-            x, context, modulation, first, video_rotary(config.axes_dims, grid, THETA)
+            x, context, modulation, first, image, video_rotary(config.axes_dims, grid, THETA)
         )
 
         table = self.param("scale_shift_table", _table_init, (1, 2, config.dim))
@@ -283,9 +330,12 @@ def _table_init(key: Array, shape: tuple[int, ...]) -> Float[Array, "1 v d"]:
 
 
 def forward_flops(
-    config: WanConfig, latent: tuple[int, int, int, int], text: int
+    config: WanConfig, latent: tuple[int, int, int, int], text: int, states: int = 0
 ) -> dict[str, float]:
-    """Returns FLOPs by stream (see `Component.flops`); "image" is the video."""
+    """Returns FLOPs by stream (see `Component.flops`); "image" is the video.
+
+    `states` is the number of an image's states, which count as "text".
+    """
     d, blocks, patch = config.dim, config.num_layers, config.patch
     frames, h, w, _ = latent
     video = frames * (h // patch) * (w // patch)
@@ -293,10 +343,13 @@ def forward_flops(
     # cross-attention are of the video, its keys and values of the text.
     wide = blocks * (6 * d * d + 2 * d * config.ffn_dim)
     of_a_token = patch**2 * (config.in_channels + config.out_channels)
+    of_a_state = (config.image_dim or 0) * ((config.image_dim or 0) + d)
     products = {
         "image": video * (wide + of_a_token * d),
-        "text": text * (config.text_dim * d + d * d + blocks * 2 * d * d),
-        "attention": 2 * d * blocks * video * (video + text),
+        "text": text * (config.text_dim * d + d * d)
+        + states * of_a_state
+        + (text + states) * blocks * 2 * d * d,
+        "attention": 2 * d * blocks * video * (video + text + states),
         "modulation": (config.freq_dim + d) * d + VECTORS * d * d,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
@@ -305,7 +358,8 @@ def forward_flops(
 def inputs(config: WanConfig) -> tuple[Array, ...]:
     """Returns latents, time and context of a small clip of one frame, for `init`."""
     latents = jnp.zeros((1, 1, config.patch, config.patch, config.in_channels))
-    return latents, jnp.ones(1), jnp.zeros((1, 2, config.text_dim))
+    image = () if config.image_dim is None else (jnp.zeros((1, 2, config.image_dim)),)
+    return latents, jnp.ones(1), jnp.zeros((1, 2, config.text_dim)), *image
 
 
 TRANSFORMER = Component(

@@ -8,6 +8,7 @@ import transformers
 from diffusers import (
     AutoencoderKLWan,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -53,6 +54,8 @@ VAE_5B = VAE | dict(
     latents_std=[1.0, 2.0, 0.5, 1.5, 0.8, 1.2],
     scale_factor_spatial=16,
 )
+VISION = dict(hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2)
+VISION |= dict(image_size=16, patch_size=4, hidden_act="gelu")
 # Of 4 steps at shift 3 the second has the time 900, without its fraction .12: it is the second expert's first.
 BOUNDARY = 0.9001
 SCHEDULER = dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
@@ -67,13 +70,25 @@ def redraw_tables(transformer: WanTransformer3DModel) -> None:
 
 
 def wan_folder(base: pathlib.Path, kind: str = "") -> pathlib.Path:
-    """The folder, which test processes share, of Wan 2.1, of Wan 2.2 "5B", or of two "experts"."""
-    return once(base / f"tiny-wan{kind}", functools.partial(_write, kind))
+    """The folder, which test processes share, of Wan 2.1, of Wan 2.2 "5B", or of two "experts".
+
+    With "image" before it, or alone, of a model that reads an image.
+    """
+    return once(base / f"tiny-wan{kind.replace(' ', '-')}", functools.partial(_write, kind))
 
 
 def _write(kind: str, folder: pathlib.Path) -> None:
     vae, shift = (VAE_5B, 5.0) if kind == "5B" else (VAE, 3.0)
     channels = dict(in_channels=vae["z_dim"], out_channels=vae["z_dim"])
+    if image := kind.startswith("image"):
+        channels["in_channels"] = 2 * CHANNELS + 4
+    extra = {}
+    if kind == "image":
+        channels |= dict(image_dim=VISION["hidden_size"], added_kv_proj_dim=32)
+        encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))
+        sides = dict(size={"shortest_edge": 18}, crop_size={"height": 16, "width": 16})
+        extra["image_encoder"] = randomise(encoder, seed=5)
+        extra["image_processor"] = transformers.CLIPImageProcessor(**sides)
     tokens = write_tokenizer(folder / "tokenizer", vocabulary([*PROMPTS, *NEGATIVES]))
 
     def transformer(seed: int) -> WanTransformer3DModel:
@@ -81,13 +96,14 @@ def _write(kind: str, folder: pathlib.Path) -> None:
         redraw_tables(module)
         return module
 
-    second = dict(transformer_2=transformer(4), boundary_ratio=BOUNDARY)
-    WanPipeline(
+    if kind.endswith("experts"):
+        extra |= dict(transformer_2=transformer(4), boundary_ratio=BOUNDARY)
+    (WanImageToVideoPipeline if image else WanPipeline)(
         tokenizer=transformers.T5Tokenizer.from_pretrained(folder / "tokenizer"),
         text_encoder=tiny_t5(tokens, WIDTH, "UMT5"),
         vae=randomise(AutoencoderKLWan(**vae), seed=1),
         scheduler=UniPCMultistepScheduler(**SCHEDULER | dict(flow_shift=shift)),
         transformer=transformer(3),
         expand_timesteps=kind == "5B",
-        **second if kind == "experts" else {},
+        **extra,
     ).save_pretrained(folder)

@@ -17,12 +17,12 @@ TINY = dict(in_channels=3, out_channels=3, num_layers=3, text_dim=10, freq_dim=2
 TINY |= dict(attention_head_dim=16, num_attention_heads=2, eps=0.01, rope_max_seq_len=20)
 # Rows and columns have 4 of 14 channels of a head each, frames have 6.
 SINGLE = TINY | dict(num_layers=1, out_channels=5, attention_head_dim=14, num_attention_heads=3)
-SINGLE |= dict(patch_size=[1, 1, 1], rope_max_seq_len=10)
+SINGLE |= dict(patch_size=[1, 1, 1], rope_max_seq_len=10, image_dim=11, added_kv_proj_dim=42)
 WIDE = dict(num_layers=1, num_attention_heads=4, text_dim=256, ffn_dim=1024)
 BY_HAND = TINY | dict(in_channels=4)
 
 
-def call(model, latents, time, context):
+def call(model, latents, time, context, image=None):
     """Channels first, and a time for each token if that of the first frame differs."""
     if time.ndim == 2:
         _, frames, *sides, _ = latents.shape
@@ -32,6 +32,7 @@ def call(model, latents, time, context):
         hidden_states=latents.permute(0, 4, 1, 2, 3).to(model.dtype),
         timestep=time.long(),
         encoder_hidden_states=context.to(model.dtype),
+        encoder_hidden_states_image=None if image is None else image.to(model.dtype),
     ).sample
     return v.permute(0, 2, 3, 4, 1).float()
 
@@ -53,7 +54,8 @@ NETWORK = Network(
         ),
         "single": Case(
             SINGLE,
-            {"latents": (3, 2, 5, 4, 3), "context": (3, 6, 10)},
+            # diffusers takes the last 512 tokens for the text.
+            {"latents": (3, 2, 5, 4, 3), "context": (3, 512, 10), "image": (3, 5, 11)},
             {"time": np.float32([[0, 857], [0, 500], [0, 3]])},
             "none",
             "0",
@@ -83,6 +85,10 @@ NETWORK = Network(
     targets=(["to_k", "to_out.0", "to_q", "to_v", "net.0.proj", "net.2"], 3 * 10),
     flops=[
         Flops((wan.WanConfig(**WIDE), (3, 16, 24, 16), 77), {"context": (1, 77, 256)}),
+        Flops(
+            (wan.WanConfig(**WIDE, image_dim=320, added_kv_proj_dim=512), (3, 16, 24, 16), 77, 50),
+            {"context": (1, 77, 256), "image": (1, 50, 320)},
+        ),
         # 2 frames of 6 tokens, 5 of text, width 32.
         Flops(
             (wan.WanConfig.from_config(BY_HAND), (2, 4, 6, 4), 5),

@@ -1,19 +1,22 @@
 """Wan's image to video beside diffusers' pipeline, which takes one image a call."""
 
+import dataclasses
 import functools
+import json
+import shutil
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from diffusers import WanImageToVideoPipeline
 from diffusers.pipelines.wan import pipeline_wan_i2v
 
 from digen_jax.diffusion.sampling import flatten, image_keys, replay
 from digen_jax.diffusion.steps import make_step
-from digen_jax.families import load_family, read_parts
+from digen_jax.errors import ConfigError
+from digen_jax.families import check_parts, load_family, read_parts
 from digen_jax.inference.model import all_devices, edited
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import null_prompt_key, prompt_key
@@ -25,19 +28,22 @@ from tests.models.families import NEGATIVES, PROMPTS, STEPS
 from tests.models.flux.kontext_folders import picture
 from tests.models.test_families import close
 from tests.models.wan.folders import wan_folder
-from tests.models.wan.spec import PIPELINE_5B
+from tests.models.wan.spec import PIPELINE, PIPELINE_5B, PIPELINE_EXPERTS
 
-SPECS = {"5B": PIPELINE_5B}
-GUIDED = dict(guidance_scale=5.0)
+SPECS = {"5B": PIPELINE_5B, "image experts": PIPELINE_EXPERTS}
+# diffusers' network takes the last 512 tokens for the text.
+SPECS["image"] = dataclasses.replace(PIPELINE, tokens=512)
+GUIDED, PLAIN = dict(guidance_scale=5.0), dict(guidance_scale=1.0)
+CASES = [("5B", GUIDED), ("image", GUIDED)]
+CASES += [("image experts", dict(guidance_scale=4.0, guidance_scale_2=3.0))]
+CASES += [pytest.param("5B", PLAIN, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
-def exact(monkeypatch):
-    # The pipeline needs ftfy, which is not installed for the tests; it changes none of their prompts.
+def with_ftfy(exact, monkeypatch):
+    """The pipeline needs ftfy, which is not installed for the tests; it changes none of their prompts."""
     given = SimpleNamespace(fix_text=lambda text: text)
     monkeypatch.setattr(pipeline_wan_i2v, "ftfy", given, raising=False)
-    with jax.default_matmul_precision("highest"), torch.no_grad():
-        yield
 
 
 @functools.cache
@@ -84,10 +90,7 @@ def by_diffusers(spec, pipe, given, x, **call):
     return [np.concatenate(each) for each in zip(*latents, strict=True)], np.concatenate(clips)
 
 
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [("5B", GUIDED), pytest.param("5B", dict(guidance_scale=1.0), marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("kind", "call"), CASES)
 def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(base, kind, call):
     """The pipeline computes a first frame that it does not use until the end, where it is replaced."""
     spec, (family, params, encode) = SPECS[kind], ours(base, kind)
@@ -192,8 +195,43 @@ def test_images_and_sizes_that_do_not_fit_are_refused(base):
         family.tokenize(records())
     with pytest.raises(ValueError, match="has no image"):
         ours(base, "5B")[0].tokenize(said("x"))
+    with pytest.raises(ValueError, match=r"set config\.model\.source_height"):
+        load_family(wan_folder(base, "image")).tokenize(records())
     with pytest.raises(ValueError, match="cannot edit images"):
         load_family(wan_folder(base), source=Size(32, 64, 9))
     for size in (Size(32, 64, 9), Size(64, 32, 5)):
         found = edited(family, records(), size=size)
         assert found.source == size and found.pipeline == "WanImageToVideoPipeline"
+
+
+@pytest.mark.parametrize("kind", ["image", "image experts"])
+def test_every_tensor_is_read_or_is_known_to_be_unread(base, kind):
+    folder, family = wan_folder(base, kind), ours(base, kind)[0]
+    check_parts(family, folder, family.shapes())
+    assert family.encoders.keys() == {*family.shapes()} - {*family.trained}
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "change"),
+    [
+        ("image experts", "transformer/config.json", {"in_channels": 4}),
+        ("image experts", "model_index.json", {"expand_timesteps": True}),
+        ("image", "model_index.json", {"image_encoder": [None, None]}),
+        ("image", "image_encoder/config.json", {"hidden_size": 14}),
+        ("", "transformer/config.json", {"image_dim": 12, "added_kv_proj_dim": 32}),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(base, tmp_path, kind, file, change):
+    ignore = shutil.ignore_patterns("*.safetensors")
+    copy = shutil.copytree(wan_folder(base, kind), tmp_path / "pipeline", ignore=ignore)
+    both = [copy / file, copy / "transformer_2" / "config.json"]
+    for path in both if "in_channels" in change and kind else both[:1]:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match="must be") as caught:
+        load_family(copy)
+    assert "max_sequence_length" not in str(caught.value)
+
+
+def test_models_with_an_image_encoder_have_512_tokens(base):
+    with pytest.raises(ConfigError, match=r"config\.model\.max_sequence_length must be 512"):
+        load_family(wan_folder(base, "image"), max_sequence_length=21)
