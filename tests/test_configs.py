@@ -369,7 +369,6 @@ LAYERS = [
     (KLEIN, "base_lora,8", KLEIN_FACTORS),
     (KLEIN, "distilled_full,8", 3_875_544_576),
     (SD35, "geneval,8", (24 * 8 - 1) * 32 * 2 * 1536),
-    (HUNYUAN, "8", 12_821_012_544),
     # 54 blocks of width 2048 with FLUX.1's eight and two, and two of the text with q, k, v, out and one feed-forward.
     (HUNYUAN15, "8", HUNYUAN15_FACTORS),
     (WAN, "ocr,8", 32 * 30 * 8 * 2 * 1536),
@@ -661,7 +660,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("step", quick([(step,) for step in STEPS], 0, 1))
+@pytest.mark.parametrize("step", quick([(step,) for step in STEPS], 0))
 def test_a_whole_step_has_the_right_shapes(unread, step):
     config = of_published(step.name, step.argument)
     config.update_from_flattened_dict(step.fields or {})
