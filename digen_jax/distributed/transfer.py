@@ -104,24 +104,26 @@ def _placed(tree: Tree, shardings: Shardings) -> Tree:
 
 
 class TreeMissing(RuntimeError):
-    """Raised if a call needs a tree of another worker; the argument is the key."""
+    """Raised if a call needs a tree of another worker, or embeddings; the argument is the key."""
 
 
 class WorkerTransfer(ArrayTransfer):
     """Transfer in a worker's process, between its executors and the calls that receive and return trees."""
 
-    def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
-        """See `ArrayTransfer`. Received trees are on the host. Raises TreeMissing if the key was not received."""
+    def received(self, key: Key) -> Tree | None:
+        """Returns a tree on the host that the current call was sent with. Raises TreeMissing if it was not."""
         if key not in self._trees:
             raise TreeMissing(key)
-        tree = self.start_read(key, receiver)
-        self.end_read(key, receiver)
+        return self._trees.get(key)
+
+    def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
+        """See `ArrayTransfer`. Raises TreeMissing."""
+        tree = self.received(key)
         return None if tree is None else _placed(tree, shardings)
 
     def packed(self, key: Key) -> Packed | None:
         """Returns a tree in a form for other processes, or None."""
-        tree = self.start_read(key, TRAINER)
-        self.end_read(key, TRAINER)
+        tree = self._trees.get(key)
         return None if tree is None else pack(tree)
 
 
@@ -159,7 +161,7 @@ class TrainerTransfer(ArrayTransfer):
     others.
 
     Attributes:
-      sources: By remote training worker: a function that stores one of its trees.
+      sources: By remote training worker, and of the embedding cache: a function that stores one of its trees.
     """
 
     def __init__(self, engine: RayEngine, shares: Shares | None = None):

@@ -43,10 +43,6 @@ class CallFailed(RuntimeError):
     """Raised if a call failed in a worker that stays usable; the message has the worker's name and the error."""
 
 
-class RowsMissing(RuntimeError):
-    """Raised if a call needs precomputed prompt embeddings; the argument is the list of their keys in the store."""
-
-
 class Member(NamedTuple):
     """Description of a ready worker."""
 
@@ -70,7 +66,6 @@ class RolloutProcess:
         self._alone = True  # whether the worker has one process
         self._executor: SamplingExecutor | None = None  # see `_sampling`
         self._creating = threading.Lock()
-        self._rows: dict[str, Any] = {}  # by key: precomputed embeddings for the next call
         self._calls: dict[int, Any] = {}  # by serial: stopwatches of calls in progress
 
     def __repr__(self) -> str:
@@ -137,11 +132,13 @@ class RolloutProcess:
         """Returns precomputed prompt embeddings, sent by the driver on request, or None if this worker encodes."""
         from digen_jax.parallel.encoding import PrecomputedPrompts
         from digen_jax.policies import encoder_shapes, is_precomputed
+        from digen_jax.runtime.array_transfer import EmbeddingsKey
 
         def read(texts: Sequence[str]) -> list[Any]:
-            if missing := [text for text in dict.fromkeys(texts) if text not in self._rows]:
-                raise RowsMissing(missing)
-            return [self._rows[text] for text in texts]
+            prompts = tuple(dict.fromkeys(texts))
+            found: Any = self._transfer.received(EmbeddingsKey(prompts))
+            rows = dict(zip(prompts, found, strict=True))
+            return [rows[text] for text in texts]
 
         if not is_precomputed(config, family):
             return None
@@ -227,13 +224,11 @@ class RolloutProcess:
         from digen_jax.runtime.array_transfer import ConditioningKey
 
         self._sampling().encode(step)
-        self._rows.clear()
         return self._packed(ConditioningKey(self._name, step))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Generates a chunk's trajectories, which stay in this process."""
         self._sampling().generate(chunk, weights_version)
-        self._rows.clear()
 
     def decode(self, chunk: Chunk) -> Any:
         """Decodes a chunk's images, which stay in this process; returns its packed samples for the trainer.
@@ -272,10 +267,6 @@ class RolloutProcess:
                 return None
             ago = moved(scored_chunk.exchanges, -time.perf_counter())
             return scored_chunk._replace(image_stats=cast(Any, image_stats), exchanges=ago)
-
-    def add_rows(self, rows: dict[str, Any]) -> None:
-        """Stores precomputed embeddings that a call was missing, before the call is retried."""
-        self._rows |= rows
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees all data of a chunk."""
@@ -316,7 +307,7 @@ class RolloutProcess:
         passed = ConfigError, Stopped, DivergedError, RewardProcessDied
         try:
             yield
-        except (*passed, RowsMissing, TreeMissing, TransferError, MissingSums):
+        except (*passed, TreeMissing, TransferError, MissingSums):
             raise
         except CancelledError:
             raise CallFailed(f"{self._name} is closed") from None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -19,10 +19,10 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed import engine as ray_engine
 from digen_jax.distributed import worker_process
 from digen_jax.distributed.engine import POLL, Actor, ProcessDied, RayEngine, Ref
-from digen_jax.distributed.transfer import Shares, TrainerTransfer, TreeMissing
+from digen_jax.distributed.transfer import Shares, TrainerTransfer, TreeMissing, pack
 from digen_jax.distributed.worker_process import CallFailed, RolloutProcess, TrainingProcess
 from digen_jax.errors import ConfigError
-from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
+from digen_jax.parallel.encoding import PrecomputedPrompts
 from digen_jax.process.job import START_TIMEOUT, Place
 from digen_jax.process.shutdown import STOPPED, Stopped, exit_now, log_fatal
 from digen_jax.prompt_store import stored_prompts
@@ -30,6 +30,7 @@ from digen_jax.rewards import moved
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import (
     ConditioningKey,
+    EmbeddingsKey,
     Key,
     MissingSums,
     SamplesKey,
@@ -63,8 +64,7 @@ class WorkerProxy:
     Methods that do work raise CallFailed or the worker's exception (see `RolloutProcess._errors`), or
     WorkerDisconnected if the worker disconnected or was removed, or the run ends.
 
-    `opened` is the result of `RolloutProcess.open` in the first of the worker's processes, the actors. `rows` reads
-    precomputed prompt embeddings by key.
+    `opened` is the result of `RolloutProcess.open` in the first of the worker's processes, the actors.
     """
 
     def __init__(
@@ -74,13 +74,12 @@ class WorkerProxy:
         actors: Sequence[Actor],
         engine: RayEngine,
         transfer: TrainerTransfer,
-        rows: Callable[[Sequence[str]], list[Rows]] | None = None,
     ):
         self.name, self.devices, self.opened = name, opened.devices, opened
         self.processes = len(actors)
         self.heard = time.time()  # time of the last reply to a ping
         self.disconnected = threading.Event()
-        self._actors, self._engine, self._transfer, self._rows = actors, engine, transfer, rows
+        self._actors, self._engine, self._transfer = actors, engine, transfer
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._calls: dict[int, list[Future]] = {}  # calls in progress, by serial
@@ -195,11 +194,6 @@ class WorkerProxy:
                 self._wait(futures)
                 finish(*max(one.result() for one in futures))
             return work[0][1]
-        except worker_process.RowsMissing as missing:
-            (texts,) = missing.args
-            rows = dict(zip(texts, cast(Any, self._rows)(texts), strict=True))
-            self._free("add_rows", self._engine.put(rows))
-            return self._work(method, *given, trees=trees, group=group)
         except TreeMissing as missing:
             found = {**trees, **self._stored(*missing.args)}
             return self._work(method, *given, trees=found, group=group)
@@ -349,6 +343,7 @@ class RemoteWorkers:
     ):
         self.devices: Sequence[jax.Device] = ()
         self.transfer, self.step = TrainerTransfer(engine, shares), 0
+        self.transfer.sources[EmbeddingsKey.worker] = self._store_embeddings
         self._config, self._engine, self._job = config, engine, job
         self._kinds, self._accelerator = (kind, training_kind), accelerator
         self._files = worker_process.fingerprints(config)
@@ -435,7 +430,7 @@ class RemoteWorkers:
             return list(self._ready.values())
 
     def places(self) -> dict[str, dict[str, Any]]:
-        """Returns host, process and last reply of each ready worker, for `logging.status.Status`."""
+        """Returns host, process and last reply of each ready worker, for `logging.status.status_updates`."""
         found: dict[str, dict[str, Any]] = {TRAINER: {"processes": self._hosts}}
         for one in self._workers():
             where = dict(host=one.opened.host, process=one.opened.pid)
@@ -520,12 +515,15 @@ class RemoteWorkers:
         opened = [one.result() for one in opening if one not in late]
         if late:
             raise ProcessDied(f"not ready after {OPEN_TIMEOUT:g} s")
-        proxy, read = TrainingProxy if trains else WorkerProxy, lambda keys: self._stored.read(keys)
-        return proxy(name, opened[0], actors, self._engine, self.transfer, read)
+        proxy = TrainingProxy if trains else WorkerProxy
+        return proxy(name, opened[0], actors, self._engine, self.transfer)
+
+    def _store_embeddings(self, key: Any) -> Ref:
+        """Stores precomputed prompt embeddings."""
+        return self._engine.put(pack(self._precomputed.read(key.prompts)))
 
     @functools.cached_property
-    def _stored(self) -> PrecomputedPrompts:
-        """Precomputed prompt embeddings."""
+    def _precomputed(self) -> PrecomputedPrompts:
         folder, family = pipeline_of(self._config)  # lazily, because it starts JAX
         return stored_prompts(self._config, folder, family)
 

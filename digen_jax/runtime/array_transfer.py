@@ -4,7 +4,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,16 @@ class SumsKey:
     worker: str
 
 
-Key = WeightsVersion | ExactWeightsKey | TrainedWeightsKey | SamplesKey | ConditioningKey | SumsKey
+@dataclasses.dataclass(frozen=True)
+class EmbeddingsKey:
+    """Key of precomputed prompt embeddings, which the driver's process reads from their cache for other workers."""
+
+    prompts: tuple[str, ...]  # `encoding.prompt_key` or `null_prompt_key` of each
+    worker: ClassVar[str] = "embedding cache"
+
+
+WorkersKey = SamplesKey | ConditioningKey | SumsKey
+Key = WeightsVersion | ExactWeightsKey | TrainedWeightsKey | WorkersKey | EmbeddingsKey
 
 
 class TransferError(RuntimeError):

@@ -3,6 +3,7 @@
 They are the same bits where the order of sums is the same, and where each image is made on a mesh of the same shape.
 """
 
+import functools
 import runpy
 
 import jax
@@ -114,19 +115,23 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "meshes", "fields"),
-    [
-        pytest.param(*case, id=what, marks=[] if place == 0 else pytest.mark.slow)
-        for place, (what, case) in enumerate(OTHERS.items())
-    ],
-)
-def test_meshes_and_types_apart_are_those_of_one_process(name, meshes, fields):
+@functools.cache
+def in_one_process(case: str):
+    """(config, system, its run in one process)."""
+    name, meshes, fields = OTHERS[case]
     c = config(name, meshes, **fields)
     system = toy.system(c, 6)
-    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
+    return c, system, run(toy.drive, system, c)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=pytest.mark.slow if i else []) for i, one in enumerate(OTHERS)]
+)
+def test_meshes_and_types_apart_are_those_of_one_process(case):
+    c, system, expected = in_one_process(case)
+    found = run(driving.drive, system, c)
     assert_same(found, expected)
-    assert makers(found[3]) == {f"rollout {number}" for number in range(meshes[2])}
+    assert makers(found[3]) == {f"rollout {number}" for number in range(OTHERS[case][1][2])}
 
 
 @pytest.mark.slow

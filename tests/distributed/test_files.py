@@ -15,8 +15,8 @@ from digen_jax.policies import check_without_ray
 from tests.tiny_runs import tiny_config
 
 
-def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
-    config = tiny_config(tmp_path, "lora")
+def test_a_prompt_file_or_code_that_differs_is_named(base, tmp_path):
+    config = tiny_config(base, "lora")
     prompts = tmp_path / "prompts.txt"
     config.prompts.file = str(prompts)
     prompts.write_text("a red square\n")
@@ -33,8 +33,8 @@ def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
         check_same(expected, train_config)
 
 
-def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
-    config = read_config(tiny_config(tmp_path, "lora"))
+def test_a_workdir_that_the_trainers_node_does_not_see_is_named(base, tmp_path):
+    config = read_config(tiny_config(base, "lora"))
     part = TrainerPart("", "", fingerprints(config), "")
     check_part(part, config, str(tmp_path))
     with pytest.raises(ConfigError, match="--workdir"):
@@ -51,28 +51,24 @@ def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
         (dict(data=1, max_workers=3), {}, True, "max_workers"),
     ],
 )
-def test_what_ray_cannot_run_is_refused_by_its_field(tmp_path, rollout, trainer, one_job, named):
+def test_what_ray_cannot_run_is_refused_by_its_field(base, rollout, trainer, one_job, named):
     one = dict(data=1, fsdp=1)
-    config = tiny_config(tmp_path, "lora")
+    config = tiny_config(base, "lora")
     config.placement = ConfigDict(dict(rollout=one | rollout, trainer=one | trainer))
     with pytest.raises(ConfigError, match=named):
         check(read_config(config), (None, None, None), one_job)
 
 
-def test_a_pool_of_training_workers_needs_no_rollout_workers(tmp_path):
-    config = tiny_config(tmp_path, "lora")
-    config.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1, workers=2)))
-    check(read_config(config), (None, None, None), False)
-
-
-def test_what_only_ray_runs_is_refused_without_it(tmp_path):
-    config = tiny_config(tmp_path, "lora")
+def test_what_only_ray_runs_is_refused_without_it(base):
+    config = tiny_config(base, "lora")
     check_without_ray(read_config(config), {"one_job": False})
     with pytest.raises(ConfigError, match="--one_job"):
         check_without_ray(read_config(config), {"one_job": True})
     config.placement = ConfigDict(dict(rollout=dict(data=2, fsdp=1, hosts=2)))
     with pytest.raises(ConfigError, match=r"rollout\.hosts"):
         check_without_ray(read_config(config), {})
+    config.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1, workers=2)))
+    check(read_config(config), (None, None, None), False)  # a pool of training workers
 
 
 def test_a_missing_ray_is_named(monkeypatch):

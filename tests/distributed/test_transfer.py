@@ -23,6 +23,7 @@ from digen_jax.distributed.worker_process import Member, RolloutProcess
 from digen_jax.distributed.workers import WorkerProxy
 from digen_jax.runtime.array_transfer import (
     ConditioningKey,
+    EmbeddingsKey,
     ExactWeightsKey,
     SamplesKey,
     TransferError,
@@ -180,7 +181,7 @@ def test_other_workers_get_what_the_trainer_or_a_training_worker_has():
     assert received([]) is None and received([None]) is None
 
 
-def test_a_call_that_lacks_a_tree_is_repeated_with_it():
+def test_a_call_that_lacks_trees_is_repeated_with_them():
     class Process(RolloutProcess):
         def __init__(self):
             super().__init__("worker 1", {}, "", [])
@@ -190,15 +191,26 @@ def test_a_call_that_lacks_a_tree_is_repeated_with_it():
             found = self._transfer.get(key, lambda tree: jax.tree.map(on_first, tree), "worker 1")
             return None if found is None else float(found["x"].sum())
 
+        def embed(self, *prompts):
+            keys = [EmbeddingsKey((prompt,)) for prompt in prompts]
+            rows = [row for key in keys for row in self._transfer.received(key)]
+            return [row["x"].tolist() for row in rows]
+
     def on_first(_):
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
+    def store(key):
+        return engine.put(pack([{"x": np.float32([len(prompt)])} for prompt in key.prompts]))
+
     transfer, weights = TrainerTransfer(engine := LocalEngine()), ExactWeightsKey(VERSION)
+    transfer.sources[EmbeddingsKey.worker] = store
     proxy = WorkerProxy("worker 1", Member(1, "", 0), engine.start(Process, [()]), engine, transfer)
     transfer.put(weights, {"x": jnp.arange(3.0)})
     assert engine.get(proxy._work("read", weights)) == 3
     transfer.delete(weights)
     assert engine.get(proxy._work("read", weights)) is None
+    assert engine.get(proxy._work("embed", "a star", "a")) == [[6], [1]]
+    assert not engine.actors[0].object._transfer._trees and not transfer._refs
 
 
 def test_a_lost_object_is_an_error_that_names_what_was_lost(monkeypatch):

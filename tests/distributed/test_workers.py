@@ -17,7 +17,7 @@ from digen_jax.runtime.driver import WorkerDisconnected
 from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
-from tests.distributed.test_algorithms import LORA, TWO, assert_same, config, makers, run
+from tests.distributed.test_algorithms import TWO, assert_same, config, in_one_process, makers, run
 from tests.parallel import toy
 from tests.pipelines import ROOT
 
@@ -53,8 +53,8 @@ def drive(system, c, steps, faults, **options):
 
 def test_disconnected_workers_restart_and_change_nothing(quick, monkeypatch):
     """The first worker does not answer; later both are killed, and the trainer may sample until one is back."""
-    c = config("flow_grpo", TWO, **LORA)
-    system, release = toy.system(c, 3), threading.Event()
+    c, system, expected = in_one_process("two meshes, LoRA")
+    release = threading.Event()
 
     def silence(driver, engine):
         with monkeypatch.context() as patch:
@@ -74,80 +74,83 @@ def test_disconnected_workers_restart_and_change_nothing(quick, monkeypatch):
         return drive(*given, {1: silence, 2: kill}, **options)
 
     found = run(with_faults, system, c)
-    assert_same(found, run(toy.drive, system, c), once=False)
+    assert_same(found, expected, once=False)
     assert makers(found[3]) <= {"rollout 0", "rollout 1", TRAINER}
 
 
-class Broken(RolloutProcess):
-    """Fails to open in the way that its class says, as often as it says."""
+@pytest.fixture
+def remote():
+    """remote(opened): (`RemoteWorkers`, engine) of processes that call `opened(name)` when they open."""
+    started = []
 
-    error: Exception = ConfigError("config.model.folder: x is missing")
-    times = 10**6
+    def start(opened, **rollout):
+        class Process(RolloutProcess):
+            def open(self, train_config, first, place=None):
+                opened(self._name)
+                return Member(1, "here", 0)
 
-    def open(self, config, first, place=None):
-        if type(self).times:
-            type(self).times -= 1
-            raise self.error
-        return Member(1, "here", 0)
+        c, engine = config("flow_grpo", TWO), LocalEngine()
+        c.placement.rollout.update(rollout)
+        started.append(RemoteWorkers(toy.opened(c), engine, kind=Process))
+        return started[0], engine
+
+    yield start
+    started[0].close()
 
 
-def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
-    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=Broken)
+def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick, remote):
+    def fail(name):
+        raise ConfigError("config.model.folder: x is missing")
+
     with pytest.raises(ConfigError, match=r"config\.model\.folder"):
-        found.wait(LONG)
-    found.close()
+        remote(fail)[0].wait(LONG)
 
 
-def test_a_worker_that_fails_to_start_restarts(quick):
-    kind = type("Late", (Broken,), dict(error=RuntimeError("no memory"), times=3))
-    engine = LocalEngine()
-    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=kind)
+def test_a_worker_that_fails_to_start_restarts(quick, remote):
+    failures = [RuntimeError("no memory")] * 3
+
+    def fail(name):
+        if failures:
+            raise failures.pop()
+
+    found, engine = remote(fail)
     found.wait(LONG)
     assert len(engine.actors) == 5
-    found.close()
 
 
-def test_a_worker_that_hangs_during_its_start_restarts(quick, monkeypatch):
+def test_a_worker_that_hangs_during_its_start_restarts(quick, remote, monkeypatch):
     monkeypatch.setattr(workers, "OPEN_TIMEOUT", 0.5)
     hangs, release = threading.Lock(), threading.Event()
 
-    class Hanging(RolloutProcess):
-        def open(self, train_config, first, place=None):
-            if hangs.acquire(blocking=False):
-                release.wait(LONG)
-            return Member(1, "here", 0)
+    def hang(name):
+        if hangs.acquire(blocking=False):
+            release.wait(LONG)
 
-    engine = LocalEngine()
-    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=Hanging)
+    found, engine = remote(hang)
     found.wait(LONG)
     assert len(engine.actors) > 2
     release.set()
-    found.close()
 
 
-def test_a_run_does_not_start_without_any_worker():
-    kind = type("Never", (Broken,), dict(error=RuntimeError("no memory")))
-    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=kind)
-    with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
-        found.wait(0.1)
-    found.close()
-
-
-def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
+def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are(remote):
     """Where there are fewer nodes than `max_workers`, any of the workers may have got one."""
-    c = config("flow_grpo", TWO)
-    c.placement.rollout.max_workers = 3
+    nodes = {"rollout 1", "rollout 2"}
 
-    class Second(RolloutProcess):
-        def open(self, train_config, first, place=None):
-            if self._name == "rollout 0":
-                raise RuntimeError("no node")
-            return Member(1, "here", 0)
+    def fail(name):
+        if name not in nodes:
+            raise RuntimeError("no node")
 
-    found = RemoteWorkers(toy.opened(c), LocalEngine(), kind=Second)
+    found, _ = remote(fail, max_workers=3)
     found.wait(LONG)
-    assert set(found.places()) == {"rollout 1", "rollout 2", TRAINER}
-    found.close()
+    assert set(found.places()) == {*nodes, TRAINER}
+
+
+def test_a_run_does_not_start_without_any_worker(remote):
+    def fail(name):
+        raise RuntimeError("no memory")
+
+    with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
+        remote(fail)[0].wait(0.1)
 
 
 def test_the_death_of_one_process_is_no_error_of_the_other():
@@ -178,8 +181,8 @@ def test_the_death_of_one_process_is_no_error_of_the_other():
 
 def test_a_chunk_that_is_dropped_before_its_scoring_begins_has_no_scores():
     """Other threads of the process drop and score, so a later call may be executed first."""
-    c = config("flow_grpo", TWO)
-    kind = driving.process_class(toy.system(c, 3), toy.brightness, ())
+    c, system, _ = in_one_process("two meshes, LoRA")
+    kind = driving.process_class(system, toy.brightness, ())
     process = kind("rollout 0", {}, "", [])
     process.open(toy.opened(c), 0)
     process._steps.ensure(0)
