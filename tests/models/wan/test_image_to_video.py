@@ -12,23 +12,31 @@ import numpy as np
 import pytest
 from diffusers import WanImageToVideoPipeline
 from diffusers.pipelines.wan import pipeline_wan_i2v
+from diffusers.utils import load_image
 
-from digen_jax.diffusion.sampling import flatten, image_keys, replay
+from digen_jax.config.load import load_config
+from digen_jax.data.prompt_files import read_prompt_file
+from digen_jax.diffusion.sampling import flatten, image_keys, replay, start_noise
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError
 from digen_jax.families import check_parts, load_family, read_parts
-from digen_jax.inference.model import all_devices, edited
+from digen_jax.inference.export import export, how_to_load
+from digen_jax.inference.model import all_devices, edited, open_model
+from digen_jax.inference.sampling import sample_clips
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import null_prompt_key, prompt_key
 from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights, steps_of_experts
+from digen_jax.parallel.sampler import SEED, Sampler, SamplerSettings, Weights, steps_of_experts
 from digen_jax.policies import trained_of
+from digen_jax.train import train
 from tests.cases import said
 from tests.models.families import NEGATIVES, PROMPTS, STEPS
-from tests.models.flux.kontext_folders import picture
+from tests.models.flux.kontext_folders import edit_prompts, picture
 from tests.models.test_families import close
 from tests.models.wan.folders import wan_folder
 from tests.models.wan.spec import PIPELINE, PIPELINE_5B, PIPELINE_EXPERTS
+from tests.tiny_runs import tiny_config
 
 SPECS = {"5B": PIPELINE_5B, "image experts": PIPELINE_EXPERTS}
 # diffusers' network takes the last 512 tokens for the text.
@@ -36,7 +44,7 @@ SPECS["image"] = dataclasses.replace(PIPELINE, tokens=512)
 GUIDED, PLAIN = dict(guidance_scale=5.0), dict(guidance_scale=1.0)
 CASES = [("5B", GUIDED), ("image", GUIDED)]
 CASES += [("image experts", dict(guidance_scale=4.0, guidance_scale_2=3.0))]
-CASES += [pytest.param("5B", PLAIN, marks=pytest.mark.slow)]
+CASES += [pytest.param(kind, PLAIN, marks=pytest.mark.slow) for kind in SPECS]
 
 
 @pytest.fixture(autouse=True)
@@ -235,3 +243,40 @@ def test_folders_that_do_not_fit_are_refused(base, tmp_path, kind, file, change)
 def test_models_with_an_image_encoder_have_512_tokens(base):
     with pytest.raises(ConfigError, match=r"config\.model\.max_sequence_length must be 512"):
         load_family(wan_folder(base, "image"), max_sequence_length=21)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tuned"), [("5B", "lora"), ("image experts", "full")])
+def test_the_export_of_a_run_samples_in_diffusers_as_here(base, tmp_path, kind, tuned):
+    spec, c = SPECS[kind], tiny_config(base, tuned)
+    size = spec.size._replace(frames=5)
+    source = dict(source_height=size.height, source_width=size.width)
+    folder = str(wan_folder(base, kind))
+    c.model = dict(folder=folder, max_sequence_length=spec.tokens, **source, **size._asdict())
+    c.prompts.file = c.evaluation.prompts = str(edit_prompts(base))
+    c.sampler.guidance = c.evaluation.guidance = 3.0
+    c.sampler.kind, c.sampler.window = "flow", dict(first=0, length=2)
+    c.evaluation.steps, c.rewards, c.trainer.ema = STEPS, ("tests.tiny_runs:redness",), 0.0
+    if tuned == "lora":
+        c.lora = dict(rank=4, alpha=8.0)
+    train(load_config(c), tmp_path / "run")
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    first = next(line for line in lines if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
+
+    run, scope = export(tmp_path / "run", tmp_path / "out"), {}
+    exec(how_to_load(run, tmp_path / "out"), scope)
+    pipe = scope["pipe"]
+    assert type(pipe) is WanImageToVideoPipeline
+    pipe.set_progress_bar_config(disable=True)
+    model = open_model(str(tmp_path / "run"), jax.devices()[:1])
+    sampler = model.sampler()
+    given = read_prompt_file(edit_prompts(base))[:2]
+    found = sample_clips(sampler, model.weights, given, 0, 2)
+    keys = image_keys(jax.random.key(SEED), np.arange(2), np.zeros(2, int))
+    noise = np.asarray(start_noise(keys, sampler.shape))
+    given = [one | {"image": load_image(one["image"])} for one in given]
+    _, expected = by_diffusers(spec, pipe, given, noise, guidance_scale=3.0)
+    assert np.abs(found / 255 - expected).max() < 2 / 255
+    _, before = by_diffusers(spec, theirs(base, kind), given, noise, guidance_scale=3.0)
+    assert np.abs(expected - before).max() > 3 / 255
