@@ -24,6 +24,7 @@ PUBLISHED = (
     "wan21",
     "wan22",
     "hunyuan_video",
+    "hunyuan_video15",
 )
 PROGRAMS = ("encode", "generate", "decode", "train", "update", "evaluate")
 DOC = ROOT / "docs" / "performance.md"
