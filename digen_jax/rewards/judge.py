@@ -53,8 +53,8 @@ class Template:
     # "pattern" is the mean of the numbers that match `patterns` in the answer; "yes" the probability that the answer
     # starts with yes; "text" the similarity of the answer and the text quoted in the prompt
     score: str = ""
-    patterns: tuple[str, ...] = ()  # regular expressions with one group each, a number
-    scale: tuple[float, float] = (0.0, 1.0)  # the numbers that map to 0 and 1
+    patterns: Sequence[str] = ()  # regular expressions with one group each, a number
+    scale: Sequence[float] = (0.0, 1.0)  # the numbers that map to 0 and 1
     max_tokens: int = 0  # maximum tokens of the answer
     system: str = ""  # system message, if any
 
@@ -71,15 +71,10 @@ class Template:
         return f"has no field {missing[0]!r}, which the judge's template has" if missing else None
 
 
-def _read_templates() -> dict[str, Template]:
-    text = pathlib.Path(__file__).with_name("judge_templates.toml").read_text("utf-8")
-    templates: dict[str, dict[str, Any]] = tomllib.loads(text)
-    for fields in templates.values():
-        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return {name: Template(**fields) for name, fields in templates.items()}
-
-
-TEMPLATES = _read_templates()
+FILE = pathlib.Path(__file__).with_name("judge_templates.toml")
+TEMPLATES = {
+    name: Template(**fields) for name, fields in tomllib.loads(FILE.read_text("utf-8")).items()
+}
 
 
 def find_template(name: str) -> Template:
@@ -146,7 +141,7 @@ class Judge:
             found.text,
             score,
             tuple(self.pattern) or found.patterns,
-            (float(self.scale[0]), float(self.scale[1])) if self.scale else found.scale,
+            tuple(map(float, self.scale)) or found.scale,
             self.max_tokens or found.max_tokens or (1 if score == "yes" else 512),
             self.system or found.system,
         )
@@ -345,7 +340,7 @@ def by_patterns(answer: str, template: Template, unusable: Callable[[str], Excep
     return (sum(numbers) / len(numbers) - low) / (high - low)
 
 
-def plain(answer: str, scale: tuple[float, float]) -> str:
+def plain(answer: str, scale: Sequence[float]) -> str:
     """Removes Markdown emphasis and code marks, and converts colons, digits, signs and points to ASCII.
 
     A comma between digits is a decimal comma, or a thousands separator if the scale, the number's range, reaches 1000.

@@ -34,6 +34,12 @@ def test_a_record_of_each_kind_is_tried_on_images_of_the_runs_size():
     expected = [COLORS, COLORS, PLAIN, PLAIN]
     assert first == ((4, 16, 24, 3), [record["prompt"] for record in expected], expected)
     assert second[0] == (2 * KINDS, 16, 24, 3) and second[2][::2] == second[2][1::2] == many[:KINDS]
+    seen.clear()  # prompts of other rewards are of another kind
+    asked = [
+        PLAIN | {"prompt": one, "rewards": [name]} for one, name in (("0", "x"), ("1", "mine:f"))
+    ]
+    dry_run(scored(reward), [[*asked, asked[1] | {"prompt": "2"}]], Size(8, 8))
+    assert [prompts for _, prompts, _ in seen] == [["1", "1"]]
 
 
 def test_clips_are_tried_on_clips_a_few_at_a_time(monkeypatch):
@@ -50,13 +56,12 @@ def test_clips_are_tried_on_clips_a_few_at_a_time(monkeypatch):
 
 
 def test_clips_are_refused_by_a_reward_of_images():
-    for reward in (resolve([RewardSettings("shapes_geneval")]), rewards.alone("mine:f", geneval)):
+    geneval = rewards.alone(
+        "mine:f", lambda images, prompts, metadata: score_images(None, images, metadata)
+    )
+    for reward in (resolve([RewardSettings("shapes_geneval")]), geneval):
         with pytest.raises(ConfigError, match="set frames to 1"):
             dry_run(reward.score, [[COLORS]], Size(16, 16, 5))
-
-
-def geneval(images, prompts, metadata):
-    return score_images(None, images, metadata)
 
 
 @pytest.mark.parametrize("scores", [[0.5], np.float32([0.5]), 0.5])
@@ -69,20 +74,6 @@ def test_one_number_for_any_batch_is_refused(scores, records):
 def test_records_that_a_reward_cannot_score_are_refused():
     with pytest.raises(ConfigError, match=r"cannot score .a cat.: (?s:.*)dry run"):
         dry_run(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], Size(32, 32))
-
-
-def test_prompts_of_other_rewards_are_of_another_kind():
-    seen = []
-
-    def reward(images, prompts, metadata):
-        seen.extend(prompts)
-        return np.zeros(len(images))
-
-    named = [
-        PLAIN | {"prompt": f"{n}", "rewards": ["mine:f"] if n else ["other"]} for n in (0, 1, 1)
-    ]
-    dry_run(scored(reward), [named], Size(8, 8))
-    assert seen == ["1", "1"]
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_a_template_needs_fields_of_records():
     text = needed(template="{prompt}: {question}", pattern=r"(\d)")
     assert text({"prompt": "a", "question": "b"}) is None
     assert text({"prompt": "a"}) == "has no field 'question', which the judge's template has"
-    for settings in ({"template": "ocr"}, {"template": "read", "score": "text"}):
+    for settings in ({"template": "ocr"}, {"template": "read", "score": "text"}, {"score": "text"}):
         assert needed(**settings)({"prompt": 'a sign "x"'}) is None
         assert "quotes no text" in needed(**settings)({"prompt": "a sign"})
     both = needs_of(
