@@ -191,25 +191,19 @@ def test_a_call_that_lacks_trees_is_repeated_with_them():
             found = self._transfer.get(key, lambda tree: jax.tree.map(on_first, tree), "worker 1")
             return None if found is None else float(found["x"].sum())
 
-        def embed(self, *prompts):
-            keys = [EmbeddingsKey((prompt,)) for prompt in prompts]
-            rows = [row for key in keys for row in self._transfer.received(key)]
-            return [row["x"].tolist() for row in rows]
-
     def on_first(_):
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def store(key):
-        return engine.put(pack([{"x": np.float32([len(prompt)])} for prompt in key.prompts]))
-
     transfer, weights = TrainerTransfer(engine := LocalEngine()), ExactWeightsKey(VERSION)
-    transfer.sources[EmbeddingsKey.worker] = store
+    transfer.sources[EmbeddingsKey.worker] = lambda key: engine.put(
+        pack({"x": np.float32([len(prompt) for prompt in key.prompts])})
+    )
     proxy = WorkerProxy("worker 1", Member(1, "", 0), engine.start(Process, [()]), engine, transfer)
     transfer.put(weights, {"x": jnp.arange(3.0)})
     assert engine.get(proxy._work("read", weights)) == 3
     transfer.delete(weights)
     assert engine.get(proxy._work("read", weights)) is None
-    assert engine.get(proxy._work("embed", "a star", "a")) == [[6], [1]]
+    assert engine.get(proxy._work("read", EmbeddingsKey(("a star", "a")))) == 7
     assert not engine.actors[0].object._transfer._trees and not transfer._refs
 
 

@@ -98,12 +98,19 @@ def remote():
     started[0].close()
 
 
-def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick, remote):
+@pytest.mark.parametrize(
+    ("error", "seconds", "named"),
+    [
+        (ConfigError("config.model.folder: x is missing"), LONG, "model.folder"),
+        (RuntimeError("no memory"), 0.1, "placement.rollout"),
+    ],
+)
+def test_a_run_does_not_start_without_any_worker(remote, error, seconds, named):
     def fail(name):
-        raise ConfigError("config.model.folder: x is missing")
+        raise error
 
-    with pytest.raises(ConfigError, match=r"config\.model\.folder"):
-        remote(fail)[0].wait(LONG)
+    with pytest.raises(ConfigError, match=named):
+        remote(fail)[0].wait(seconds)
 
 
 def test_a_worker_that_fails_to_start_restarts(quick, remote):
@@ -143,14 +150,6 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are(remote
     found, _ = remote(fail, max_workers=3)
     found.wait(LONG)
     assert set(found.places()) == {*nodes, TRAINER}
-
-
-def test_a_run_does_not_start_without_any_worker(remote):
-    def fail(name):
-        raise RuntimeError("no memory")
-
-    with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
-        remote(fail)[0].wait(0.1)
 
 
 def test_the_death_of_one_process_is_no_error_of_the_other():

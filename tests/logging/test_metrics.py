@@ -121,31 +121,30 @@ def test_the_event_file_is_as_tensorboardx_writes_it(tmp_path):
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 6, "rewa', b'{"step": 6}'])
 def test_after_cut_back_the_metrics_equal_those_of_an_uninterrupted_run(tmp_path, torn):
-    write(MetricsLog(tmp_path / "whole"), range(9))
-    log = MetricsLog(tmp_path / "cut")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    write(MetricsLog(whole), range(9))
+    log = MetricsLog(cut)
     write(log, range(4))
     position = log.position()
     write(log, range(4, 6))
-    with (tmp_path / "cut" / "metrics.jsonl").open("ab") as file:
+    with (cut / "metrics.jsonl").open("ab") as file:
         file.write(torn)
 
-    log = MetricsLog(tmp_path / "cut")
+    log = MetricsLog(cut)
     assert log.position() == 6
     log.truncate(position)
     write(log, range(4, 9))
-    assert (
-        lines(tmp_path / "cut") == lines(tmp_path / "whole") and len(lines(tmp_path / "cut")) == 9
-    )
-    assert scalars(tmp_path / "cut") == scalars(tmp_path / "whole")
+    assert lines(cut) == lines(whole) and len(lines(cut)) == 9
+    assert scalars(cut) == scalars(whole)
     with pytest.raises(ConfigError):
         log.truncate(10)
-    assert len(lines(tmp_path / "cut")) == 9
+    assert len(lines(cut)) == 9
     log.truncate(0)
     write(log, [0])
-    assert [line["step"] for line in lines(tmp_path / "cut")] == [0]
-    assert {step for step, _, _ in scalars(tmp_path / "cut")} == {0}
+    assert [line["step"] for line in lines(cut)] == [0]
+    assert {step for step, _, _ in scalars(cut)} == {0}
     # A running TensorBoard needs the file that it reads until it has found the next one.
-    assert len(list((tmp_path / "cut" / "tensorboard").iterdir())) <= 2
+    assert len(list((cut / "tensorboard").iterdir())) <= 2
 
 
 KILLED = """

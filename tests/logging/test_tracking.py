@@ -176,9 +176,7 @@ def test_wandb_gets_metrics_images_and_config_and_a_resumed_run_the_same_id(tmp_
     identity = (tmp_path / "wandb_id.txt").read_text()
     assert [run.name for run in runs] == [f"run-{identity}.wandb"] * 2
     first, second = (run.read_bytes() for run in runs)
-    assert all(
-        b"seed" in kept and value in kept for kept, value in ((first, b"0.5"), (second, b"1.5"))
-    )
+    assert b"seed" in first and b"0.5" in first and b"seed" in second and b"1.5" in second
     assert b"image-file" in second and b"image-file" not in first
 
 
@@ -209,12 +207,8 @@ def test_trackio_gets_metrics_images_and_config_and_a_resumed_run_the_same_name(
     name = (tmp_path / "trackio_id.txt").read_text()
     assert {row[0] for row in rows} == {name}
     sent = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    assert [(step, *one) for step, one in sent] == [
-        (0, "a"),
-        (1, "images/step"),
-        (1, "a/b"),
-        (2, "a/b"),
-    ]
+    expected = [(0, "a"), (1, "images/step"), (1, "a/b"), (2, "a/b")]
+    assert [(step, *one) for step, one in sent] == expected
     assert [one["a/b"] for _, one in sent[2:]] == [1.5, 2.5]
     image = sent[1][1]["images/step"]
     (file,) = (tmp_path / "trackio").rglob(pathlib.Path(image["file_path"]).name)

@@ -67,9 +67,7 @@ def test_a_section_of_a_list_is_compared_field_by_field(tmp_path):
 
 def test_a_run_with_fields_of_an_older_version_is_refused_with_their_new_names(tmp_path):
     claim(tmp_path, {"reward": {"name": ["one"], "processes": 1}})
-    with pytest.raises(
-        ConfigError, match=r"older version: config\.reward\.name is config\.rewards, of"
-    ):
+    with pytest.raises(ConfigError, match=r"version: config\.reward\.name is config\.rewards, of"):
         claim(tmp_path, {"rewards": [{"name": "one"}]})
 
 
