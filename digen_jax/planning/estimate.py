@@ -61,6 +61,9 @@ MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 TPU_SHARE, GPU_SHARE = 0.97, 0.75
 GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LOCAL = "local"
+MEMORY_RULE = (
+    "2"  # part of the cache's key: changes if another memory is read from the compiler's report
+)
 REPEATS = 3  # timed calls after a first one; the median is used
 
 
@@ -84,9 +87,15 @@ class CompiledProgram(NamedTuple):
         """Returns the compiler's report on a program."""
         found: Any = compiled.memory_analysis()
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
+        peak = getattr(found, "peak_memory_in_bytes", 0)
         temporaries = found.temp_size_in_bytes + results - found.alias_size_in_bytes
-        # GPUs allocate all temporaries at once, more than the compiler's peak.
-        peak = max(getattr(found, "peak_memory_in_bytes", 0), arguments + temporaries)
+        device = next(iter(jax.tree.leaves(compiled.output_shardings)[0].device_set))
+        if device.platform == "tpu":
+            # The report adds up temporaries that share memory, because they are needed at different times.
+            temporaries = min(temporaries, peak - arguments)
+        else:
+            # GPUs allocate all temporaries at once, more than the compiler's peak.
+            peak = max(peak, arguments + temporaries)
         return cls(str(compiled.as_text()), peak, temporaries, arguments + results)
 
     @classmethod
@@ -121,7 +130,7 @@ class CachedCompiler:
 
     def __call__(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
         """Returns the compiled program, from the cache if possible."""
-        key = "\0".join([self.target, *CompiledProgram._fields, lowered.as_text()])
+        key = "\0".join([self.target, MEMORY_RULE, *CompiledProgram._fields, lowered.as_text()])
         path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json.gz"
         if path.exists():
             self.note(f"{name}: compiled before")

@@ -107,3 +107,31 @@ def test_an_unknown_slice_is_one_line(tmp_path):
     done = run(tmp_path, "launch/plan.py", "--topology=v9:2x2", *TINY)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "plan.py: --topology=v9:2x2 is no slice that the TPU compiler knows" in done.stderr
+
+
+MEMORY = """
+import jax, jax.numpy as jnp
+from digen_jax.planning.estimate import CompiledProgram
+from digen_jax.planning.hardware import topology_devices
+
+def layer(x, w):
+    return x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T), None
+
+def loss(ws, x):
+    y, _ = jax.lax.scan(jax.checkpoint(layer), x, ws)
+    return jnp.square(y.astype(jnp.float32)).mean()
+
+place = jax.sharding.SingleDeviceSharding(topology_devices("v5e:1x1")[0])
+shapes = (8, 1024, 4096), (320 * 1024, 1024)
+given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes)
+compiled = jax.jit(jax.grad(loss)).lower(*given).compile()
+report, found = compiled.memory_analysis(), CompiledProgram.of(compiled)
+print(report.argument_size_in_bytes, report.temp_size_in_bytes, found.peak, found.temporaries)
+"""
+
+
+def test_temporaries_of_a_tpu_that_share_memory_count_once():
+    """All temporaries in the compiler's report need more than a v5e's 15.75 GiB, and still it compiles for a v5e."""
+    done = run(None, "-c", MEMORY)
+    arguments, temporaries, peak, counted = map(int, done.stdout.split())
+    assert arguments + temporaries > 15.75 * 2**30 > peak == arguments + counted
