@@ -75,13 +75,14 @@ def run_main(main: Main) -> None:
                 lambda argv: chosen(main, argv[1:])(),
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
             )
-        except (ConfigError, shutdown.Stopped) as error:
+        except (Exception, KeyboardInterrupt) as error:
+            # Code that loses a KeyboardInterrupt may fail because of it.
+            if isinstance(error, KeyboardInterrupt) or shutdown.interrupted():
+                sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
             if isinstance(error, ConfigError):
                 sys.exit(_end(error.shown(), 2))
-            sys.exit(_end(str(error), shutdown.STOPPED))
-        except KeyboardInterrupt:
-            sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
-        except Exception as error:
+            if isinstance(error, shutdown.Stopped):
+                sys.exit(_end(str(error), shutdown.STOPPED))
             if message := shutdown.out_of_memory(error):
                 sys.exit(_end(f"{message}: {_smaller()}", 2))
             if message := shutdown.no_devices(error):

@@ -26,6 +26,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CTRL_C_PATIENCE = 5.0  # seconds for KeyboardInterrupt to end a process
 
 _hung: list[str] = []
+_interrupted: list[bool] = []  # not empty once `end_by_ctrl_c` has raised KeyboardInterrupt
 _last: list[Callable[[], None]] = []
 _exit = os._exit  # `guard_exit` replaces it
 _raises = contextvars.ContextVar("raises", default=False)  # see `exits_raise`
@@ -224,6 +225,11 @@ class Interrupt:
         os.close(reads)
 
 
+def interrupted() -> bool:
+    """Returns whether Ctrl-C has raised KeyboardInterrupt, which other code may have lost."""
+    return bool(_interrupted)
+
+
 def end_by_ctrl_c() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt, and exit after `CTRL_C_PATIENCE` seconds if the process still runs.
 
@@ -249,6 +255,7 @@ def end_by_ctrl_c() -> None:
                 os.write(2, f"{text}\n".encode())
                 exit_now(128 + number)
             frame = frame.f_back
+        _interrupted.append(True)
         raise KeyboardInterrupt
 
     def end_late() -> None:

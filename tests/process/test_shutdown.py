@@ -287,6 +287,12 @@ def main():
             signal.raise_signal(signal.SIGINT)
         finally:
             print("cleaned up")
+    elif what == "lost":
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            pass
+        raise AttributeError("an object that was not finished has no attribute")
     import time
     time.sleep(300)
 
@@ -302,7 +308,7 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize("what", ["before", "import", "collected", "call", "cleaned"])
+@pytest.mark.parametrize("what", ["before", "import", "collected", "call", "cleaned", "lost"])
 def test_ctrl_c_ends_a_script_wherever_its_main_thread_is(tmp_path, what):
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     done = run(tmp_path, STARTING, what, preexec_fn=default_ctrl_c)
