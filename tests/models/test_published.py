@@ -14,6 +14,7 @@ from digen_jax.families import load_family, read_parts
 from digen_jax.files import read_json
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder, published_models
+from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from tests.models import parity
@@ -97,6 +98,8 @@ MODELS = {
     "Tongyi-MAI/Z-Image-Turbo": Z_IMAGE._replace(shift=3),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": wan(1_418_996_800, 12),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": wan(14_288_491_584, 40),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": wan(16_394_878_784, 40),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": wan(14_288_901_184, 40),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": wan(14_288_491_584, 40),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan(4_999_787_712, 24, 5)._replace(
         vae=704_688_668, latent=(21, 30, 52, 48)
@@ -129,15 +132,16 @@ def test_all_are_known():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shipped_configuration_has_the_models_sizes(name):
     expected, folder = MODELS[name], published_folder(name)
-    family = load_family(folder)
+    family = load_family(folder, source=Size(480, 832, 81) if "I2V" in name else None)
     shapes = family.shapes()
     table = shapes["transformer"].get("pos_embed", {}).get("pos_embed", {})
     assert size(shapes["transformer"]) - size(table) == expected.transformer
     assert size(shapes["vae"]) == expected.vae
     encoders = sorted(part for part in shapes if part.startswith("text_encoder"))
     assert tuple(size(shapes[part]) for part in encoders) == expected.encoders
-    tokens = jax.tree.leaves(family.tokenize([{"prompt": ""}]))
-    assert tuple(each.shape for each in tokens) == tuple((1, n) for n in expected.tokens)
+    tokens = jax.tree.leaves(family.tokenize([example_record(family)]))
+    of_text = tuple(each.shape for each in tokens if each.ndim == 2)
+    assert of_text == tuple((1, n) for n in expected.tokens)
     assert family.latent_shape(family.default_size()) == expected.latent
     shift = getattr(family.scheduler, "flow_shift" if "Wan" in name else "shift")
     found = family.heads.number, shift, family.guidance
