@@ -16,7 +16,7 @@ from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.programs import trace_generate
 from tests.cases import said
 from tests.models.folders import flux_folder, klein_folder
-from tests.models.hunyuan.folders import hunyuan15_folder, hunyuan_folder
+from tests.models.hunyuan.folders import hunyuan_folder
 from tests.models.wan.folders import wan_folder
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline
@@ -32,7 +32,7 @@ MESHES = {
     "sequence": dict(sequence=4),
     "tensor x sequence": dict(data=2, tensor=2, sequence=2),
 }
-VIDEO = dict(wan=wan_folder, hunyuan=hunyuan_folder, hunyuan15=hunyuan15_folder)
+VIDEO = dict(wan=wan_folder, hunyuan=hunyuan_folder)
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
@@ -127,7 +127,6 @@ def result(base):
         ("wan", "lora", "data x fsdp x tensor"),
         ("hunyuan", "full", "time x tensor x sequence"),
         ("hunyuan", "lora", "data x fsdp x tensor"),
-        ("hunyuan15", "full", "time x tensor x sequence"),
     ],
 )
 def test_images_and_gradients_are_those_of_one_device(result, family, tuning, mesh):
