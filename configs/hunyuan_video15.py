@@ -21,8 +21,8 @@ Sources, in github.com/Tencent-Hunyuan/UniRL:
 - unirl/sde/kernels.py (4154868): Flow-GRPO's SDE, in which the second sigma replaces a sigma of 1
 - unirl/models/hunyuan_video15/vae.py (500c7d1): float32 autoencoder
 
-Our choices: evaluation every 50 steps by 50 steps and its batch, number of training steps, sample clips, checkpoints,
-and all placements: each GPU has all parameters.
+Our choices: evaluation, number of training steps, sample clips, checkpoints, and all placements: each GPU has all
+parameters. Not looked up in the source, so ours: the std of all clips is a population's, and 1e-4 is added.
 
 Differences from the source, in addition to those of all recipes (docs/evidence.md):
 - the source draws the 8 steps with noise once for all clips of a step, and the ninth has none; here all 9 have noise,
@@ -58,7 +58,7 @@ def recipe(n: int) -> dict:
             guidance=1.0,
             chunk=n,
         ),
-        # The source does not clip advantages.
+        # The source's loss does not clip advantages.
         algorithm=dict(clip_range=1e-4, adv_clip=1000.0),
         advantages=dict(std="global"),
         lora=dict(rank=64, alpha=64.0),
