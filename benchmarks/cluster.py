@@ -274,7 +274,7 @@ class WaitingProcess(RolloutProcess):
             self._name, layout, waits, self._steps, self._transfer
         )
         gc.freeze()  # as in a run, so that later collections take milliseconds
-        return Member(layout.devices, socket.gethostname(), os.getpid())
+        return Member(layout.devices, socket.gethostname(), os.getpid(), "none")
 
 
 class TransferringWorker(WaitingWorker):

@@ -118,6 +118,10 @@ class WaitingExecutors:
         """Returns a worker's roles; no worker has a spare role. See `Executors`."""
         return self._roles[worker], ()
 
+    def flops(self, command: Command) -> tuple[float, float]:
+        """Returns no FLOPs; see `Executors`."""
+        return 0.0, 0.0
+
     def do(self, command: Command) -> None:
         """Waits for the duration of a command. The home worker receives samples."""
         name = "" if isinstance(command, Deliver) else getattr(command, "worker", "")

@@ -49,6 +49,7 @@ class Member(NamedTuple):
     devices: int  # number of devices
     host: str
     pid: int  # of its first process
+    device_kind: str  # `jax.Device.device_kind`
 
 
 class RolloutProcess:
@@ -90,7 +91,6 @@ class RolloutProcess:
         prepare(axes.devices // axes.hosts)
         if place is not None:
             join_job(place)
-        import jax
 
         from digen_jax.assemble import held_out_prompts, train_prompts
         from digen_jax.parallel.mesh import job_devices
@@ -108,10 +108,11 @@ class RolloutProcess:
         self._build(config, model, batches, first, held_out_prompts(config))
         if samples:
             self._sampling()
-        print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
+        kind = devices[0].device_kind
+        print(f"ready on {len(devices)} x {kind}", flush=True)
         gc.collect()
         gc.freeze()  # keeps later collections short
-        return Member(len(devices), socket.gethostname(), os.getpid())
+        return Member(len(devices), socket.gethostname(), os.getpid(), kind)
 
     def _open_rewards(self, config: "TrainConfig") -> None:
         """Opens the rewards once, if this process scores."""

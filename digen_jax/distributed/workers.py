@@ -76,6 +76,7 @@ class WorkerProxy:
         transfer: TrainerTransfer,
     ):
         self.name, self.devices, self.opened = name, opened.devices, opened
+        self.device_kind = opened.device_kind
         self.processes = len(actors)
         self.heard = time.time()  # time of the last reply to a ping
         self.disconnected = threading.Event()

@@ -35,7 +35,10 @@ finally:
     if _hides_torch:
         del sys.modules["torch"]
 
-TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
+# "images_per_second" also matches images_per_second_per_device.
+TIMING = (
+    "seconds/", "images_per_second", "flops_per_second", "mfu", "utilisation", "queue_depth", "candidates"
+)  # fmt: skip
 CLOCK = "seconds/clock"
 IMAGE_FILE = re.compile(r"([a-z_]+)_(\d{6,})\.png")  # in `image_folder`: name and step
 PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by color type

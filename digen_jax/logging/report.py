@@ -197,6 +197,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
         "images": [both(name.replace("_", " "), f"images/{name}") for name in stats],
         "speed": [
             single("utilisation of the devices", "utilisation"),
+            single("model FLOPs utilisation of the devices", "mfu"),
             single("images per second", "images_per_second"),
         ],
         "training": [

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib.ticker import EngFormatter
 
 from digen_jax.checkpoints.checkpointer import FULL, SaveFailed
 from digen_jax.config.train_config import TrainConfig
@@ -174,8 +175,8 @@ class RunLog:
         self._steps += 1
         if self._steps == ADVICE_STEP and not self._on_cpu and (advice := advice_on_waits(line)):
             self._progress.note(advice)
-        utilisation = None if self._on_cpu else line["utilisation"]
-        self._progress.update(done, line["reward"], line["images_per_second"], utilisation)
+        unit = "clips" if self._config.model.frames > 1 else "images"
+        self._progress.update(done, line["reward"], speed(line, unit, self._on_cpu))
 
     def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
         """Appends work and waits of the workers to the timeline; see `step` for `clock`."""
@@ -273,6 +274,23 @@ class RunLog:
             self._disk_is_full = True
             self._release_space()
             write(*arguments)
+
+
+def speed(line: dict[str, float], unit: str, on_cpu: bool) -> list[str]:
+    """Returns the speed of a step as texts: images per second, share of busy devices, and MFU or else FLOP/s.
+
+    `unit` is "images" or "clips". Virtual CPU devices share cores, so they have no numbers of one device but FLOP/s.
+    """
+    total, each = line["images_per_second"], line["images_per_second_per_device"]
+    found = [f"{total:.1f} {unit}/s"]
+    if not on_cpu:
+        found[0] += f" ({each:.3g} per device)" * (each < total)
+        found.append(f"devices {line['utilisation']:.0%} busy")
+    if "mfu" in line:
+        found.append(f"MFU {line['mfu']:.0%}")
+    elif flops := line.get("flops_per_second_per_device"):
+        found.append(EngFormatter("FLOP/s per device", places=1)(flops))
+    return found
 
 
 def advice_on_waits(line: dict[str, float]) -> str:

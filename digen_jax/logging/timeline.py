@@ -5,7 +5,7 @@ import os
 import pathlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,10 +69,17 @@ class Summary:
     Args:
       devices: Number of devices by worker. Disconnected workers count until the step ends.
       images: Trained images per step.
+      flops: Returns the needed FLOPs of a command, and the device-seconds that they take at the peak of its devices;
+        NaN seconds mean that the peak is unknown.
     """
 
-    def __init__(self, devices: Mapping[str, int], images: int):
-        self.devices, self._images = dict(devices), images
+    def __init__(
+        self,
+        devices: Mapping[str, int],
+        images: int,
+        flops: Callable[[Generate | Train], tuple[float, float]],
+    ):
+        self.devices, self._images, self._flops = dict(devices), images, flops
         self.metrics: dict[str, float] = {}  # runtime metrics of the last step
         self._ended: dict[str, tuple[float, int]] = {}  # worker: (disconnect time, devices)
         self._recorder = Recorder()
@@ -80,6 +87,8 @@ class Summary:
         self._working_since: dict[str, float] = {}  # by worker
         self._policy_lags: list[int] = []  # of each training pass, in versions
         self._queued: list[int] = []  # number of ready chunks at each start of training
+        # (needed FLOPs, device-seconds at the peak, device-seconds) of the step's completed work, by kind
+        self._work = defaultdict[str, np.ndarray](lambda: np.zeros(3))
         # chunks, by whether their worker prefers to train
         self._generated: Counter[bool] = Counter()
 
@@ -142,6 +151,8 @@ class Summary:
             worker = f"{kind} {worker}"  # parallel to the worker's commands
         else:
             self._working_since.pop(worker, None)
+        if isinstance(command, Generate | Train) and worker in self.devices:
+            self._work[kind] += *self._flops(command), (end - start) * self.devices[worker]
         for part, part_start, part_end in parts:
             self._recorder.work(worker, kind, start, part_start, chunk)
             self._recorder.work(worker, part, part_start, part_end, chunk)
@@ -179,10 +190,13 @@ class Summary:
             # A reward on a mesh is part of the rollout.
             on_mesh = one.kind == "score" and one.worker != "reward"
             phases["rollout" if on_mesh else PHASES[one.kind]] += one.seconds
-        waits = bubbles(done, self.devices).items()
+        waits, count = bubbles(done, self.devices).items(), sum(self.devices.values())
+        speed = self._images / (seconds - away)
         self.metrics = {
-            "images_per_second": self._images / (seconds - away),
-            "utilisation": busy / (sum(self.devices.values()) * seconds),
+            "images_per_second": speed,
+            "images_per_second_per_device": speed / count,
+            **self._flops_metrics(count * seconds),
+            "utilisation": busy / (count * seconds),
             "policy_lag": float(np.mean(self._policy_lags)),
             "assisted": self._generated[True] / max(1, self._generated.total()),
             "queue_depth": float(np.mean(self._queued)),
@@ -191,9 +205,25 @@ class Summary:
         }
         self._step_start, self._policy_lags, self._queued = now, [], []
         self._generated.clear()
+        self._work.clear()
         for worker in self._ended:
             self.devices.pop(worker, None)
         return done
+
+    def _flops_metrics(self, device_seconds: float) -> dict[str, float]:
+        """Returns needed FLOP/s per device and MFU: while workers generate, while they train, and of the whole step.
+
+        The step has `device_seconds` and also the work of evaluations. Unknown numbers are omitted.
+        """
+        total = sum(self._work.values(), np.zeros(3))
+        total[2], metrics = device_seconds, {}
+        kinds = {"": total} | {f"/{kind}": self._work[kind] for kind in ("generate", "train")}
+        for name, (flops, at_peak, spent) in kinds.items():
+            if flops > 0:
+                metrics[f"flops_per_second_per_device{name}"] = float(flops / spent)
+            if at_peak > 0:  # not NaN
+                metrics[f"mfu{name}"] = float(at_peak / spent)
+        return metrics
 
     def take(self, now: float) -> list[Interval]:
         """Returns and clears the intervals since the last call."""

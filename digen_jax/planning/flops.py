@@ -7,6 +7,7 @@ pass of attention, whose products have no weights, always takes two. Repeated fo
 but the traced program has them.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -14,10 +15,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.models.family import Family, Size
+from digen_jax.models.linear import FLOAT32_PRODUCTS
 from digen_jax.parallel.policy import Policy
-from digen_jax.policies import make_policy, trained_policy
+from digen_jax.planning.hardware import CHIPS
+from digen_jax.policies import evaluation_policy, make_policy, trained_policy
 
 ATTENTION = "attention"  # stream of products without weights
 # bfloat16 passes of the matrix units that take as long as one float32 product. GPUs compute TF32 at half the rate of
@@ -146,8 +151,19 @@ def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
     return _times(_forward(policy.family, size), steps * images * policy.sequences)
 
 
-def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
-    """Returns the needed FLOPs of the gradient of `samples` images, or image pairs, of a chunk."""
+def trained_samples(config: TrainConfig) -> int:
+    """Returns the number of images, or image pairs, that the trainer gets from a chunk."""
+    chunk, images = config.sampler.chunk, config.batch.images
+    if config.algorithm.images_per_sample == 2:
+        return chunk // images  # one pair per group
+    return config.advantages.kept(chunk, images)
+
+
+def training_work(config: TrainConfig, family: Family, samples: int, update: int = 0) -> Work:
+    """Returns the needed FLOPs of the gradient of `samples` images, or image pairs, of a chunk.
+
+    `update` counts the updates before it in its step.
+    """
     algorithm = config.algorithm
     policy = trained_policy(make_policy(config, family), algorithm)
     forward = _forward(family, config.model.size)
@@ -156,13 +172,55 @@ def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
     needed: Any = Counter(trained)
     for stream, flops in trained.items():
         needed[stream] += flops * (1 if policy.lora and stream != ATTENTION else 2)
-    # Forward passes without gradients: the behavior policy, and the slow copy unless it is the behavior policy.
-    fixed = int(algorithm.reads_behavior)
+    # Forward passes without gradients: the behavior policy, the policy at the start of the step if an update has
+    # changed it, and the slow copy unless it is the behavior policy.
+    fixed = algorithm.reads_behavior + (algorithm.reads_start and update > 0)
     fixed += algorithm.slow_copy is not None and not algorithm.samples_from_copy
     needed.update(_times(trained, fixed))
     if algorithm.reads_reference:
         needed.update(_times(forward, count * policy.reference_sequences))
     return dict(needed)
+
+
+class RunFlops(NamedTuple):
+    """Needed FLOPs of the sampling and training commands of a run.
+
+    Attributes:
+      image: Of sampling an image for training.
+      evaluated: Of sampling an image of an evaluation.
+      chunk: Of the gradient of a chunk before the first update of a step, and after it.
+    """
+
+    image: float
+    evaluated: float
+    chunk: tuple[float, float]
+
+    @classmethod
+    def of(cls, config: TrainConfig, policy: Policy) -> "RunFlops":
+        """Counts the FLOPs for a run's sampling policy."""
+        size, steps = config.model.size, config.sampler.steps
+        evaluated = evaluation_policy(config, policy.family)
+        evaluation = config.evaluation_size, config.evaluation_steps
+        found = [sampling_work(policy, size, steps, 1), sampling_work(evaluated, *evaluation, 1)]
+        samples = trained_samples(config)
+        found += [training_work(config, policy.family, samples, update) for update in (0, 1)]
+        image, evaluated_image, first, later = (sum(work.values()) for work in found)
+        return cls(image, evaluated_image, (first, later))
+
+
+def peak_flops(kind: str, dtype: str) -> float:
+    """Returns the peak FLOP/s of products in a dtype on a `jax.Device.device_kind`; NaN if it is unknown.
+
+    The peak of float32 is that of the precision in which the networks multiply float32 factors, such as TF32.
+    """
+    chip = CHIPS.get(kind)
+    if chip is None or dtype != "float32":
+        return math.nan if chip is None else chip.flops
+    precision = jax.config.jax_default_matmul_precision or FLOAT32_PRODUCTS
+    with contextlib.suppress(ValueError):  # algorithms such as "BF16_BF16_F32" are no precision
+        precision = jax.lax.Precision(precision).name
+    platform = "tpu" if kind.startswith("TPU") else "gpu"
+    return chip.flops / PASSES[platform].get(precision, math.nan)
 
 
 def _forward(family: Family, size: Size) -> Work:

@@ -20,7 +20,7 @@ from digen_jax.parallel.encoding import block_size, example_record
 from digen_jax.parallel.mesh import with_shardings
 from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.parallel.system import System, sample_shardings, trace_reshard
-from digen_jax.planning.flops import Work, sampling_work, training_work
+from digen_jax.planning.flops import Work, sampling_work, trained_samples, training_work
 
 Traced = jax.stages.Traced
 
@@ -133,14 +133,6 @@ def _training(system: System, config: TrainConfig) -> Iterator[Program]:
     yield Program("train", "train", size, config.sampler.chunk, what, trace, work, share)
     trace = functools.partial(system.trainer.trace_update, system.start)
     yield Program("update", "update", size, 0, "an optimizer step", trace)
-
-
-def trained_samples(config: TrainConfig) -> int:
-    """Returns the number of images, or image pairs, that the trainer gets from a chunk."""
-    chunk, images = config.sampler.chunk, config.batch.images
-    if config.algorithm.images_per_sample == 2:
-        return chunk // images  # one pair per group
-    return config.advantages.kept(chunk, images)
 
 
 def step_records(config: TrainConfig, family: Family) -> list[Record]:

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, SupportsFloat, TextIO, TypeVar, cast
 
 from tqdm import tqdm
@@ -217,7 +217,7 @@ def track(
 
 
 class Progress:
-    """Progress bar with reward, images/s and remaining time; plain lines every few steps without a terminal.
+    """Progress bar with reward, speed and remaining time; plain lines every few steps without a terminal.
 
     `total` and `done` are the steps of the run, and those before this process started.
     """
@@ -234,23 +234,15 @@ class Progress:
             bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}{postfix}",
         )
 
-    def update(
-        self,
-        step: int,
-        reward: SupportsFloat,
-        images_per_second: SupportsFloat,
-        utilisation: SupportsFloat | None,
-    ) -> None:
-        """Shows progress after `step` steps, with reward, speed and device utilisation of the last one.
+    def update(self, step: int, reward: SupportsFloat, speed: Sequence[str]) -> None:
+        """Shows progress after `step` steps, with the reward and the speed of the last one.
 
-        `utilisation` is between 0 and 1. None omits it.
+        `speed` has texts, the most important first; the last ones are omitted next to a bar if space is short.
         """
         now = time.monotonic()
         # The first step is mostly compilation, so the estimate ignores it.
         self._first = self._first or (step, now)
-        numbers = [f"reward {float(reward):.3f}", f"{float(images_per_second):.1f} images/s"]
-        if utilisation is not None:
-            numbers.append(f"devices {float(utilisation):.0%} busy")
+        numbers = [f"reward {float(reward):.3f}", *speed]
         if step > self._first[0]:
             seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
             numbers.append(f"{tqdm.format_interval(seconds)} left")
@@ -263,7 +255,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def _fitting(self, step: int, numbers: list[str]) -> str:
-        """Returns the numbers that fit next to the bar; omits speed and utilisation first."""
+        """Returns the numbers that fit next to the bar; omits speed first."""
         space = self._bar.ncols - len(f"100% |{'':{BAR}}| step {step} of {self._total}")
         kept = list(numbers)
         while len(", ".join(["", *kept])) > space and len(kept) > 1:

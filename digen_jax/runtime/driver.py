@@ -147,7 +147,8 @@ class Driver:
         self._start = time.perf_counter()
         settings = scheduler.settings
         self._last_update = settings.updates - 1
-        self._summary = Summary(executor.devices, settings.groups * settings.images)
+        images = settings.groups * settings.images
+        self._summary = Summary(executor.devices, images, executor.flops)
         for name in (*self._workers, TRAINER):
             self._post(Joined(self.now(), name, *executor.roles(name)))
 

@@ -7,6 +7,7 @@ The path of a chunk, command by command (the order in `Executors.do`):
     gradient --Update--> a new version of the weights --SyncWeights--> workers
 """
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.logging.evaluation import Evaluation, Extremes, ImageStats
 from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
+from digen_jax.planning.flops import RunFlops, peak_flops
 from digen_jax.rewards.built_in import mesh_rewards
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, SyncedWeights
@@ -121,6 +123,32 @@ class Executors:
             return (SAMPLE, TRAIN), ()
         samples = self._config.placement.trainer.samples
         return ((TRAIN, SAMPLE), ()) if samples else ((TRAIN,), (SAMPLE,))
+
+    @functools.cached_property
+    def _flops(self) -> RunFlops:
+        return RunFlops.of(self._config, self.system.policy)
+
+    def flops(self, command: Generate | Train) -> tuple[float, float]:
+        """Returns the needed FLOPs of a command, and the device-seconds that they take at the peak of its devices.
+
+        Counts passes of the denoising network (see `planning.flops`) of real images, not of padding. The seconds are
+        NaN if the peak of the devices is unknown.
+        """
+        worker, precision = command.worker, self._config.precision
+        found = self.trainer if worker == TRAINER else self.others.get(worker)
+        executor: Any = found or self.samplers.get(worker)
+        if executor is None:  # removed
+            return 0.0, 0.0
+        if isinstance(command, Train):
+            flops = self._flops.chunk[command.update > 0] * command.count / self.settings.passes
+            dtype = precision.arithmetic
+        elif command.chunk.evaluation:
+            flops = self._flops.evaluated * len(self.steps.evaluated(command.chunk)[1])
+            dtype = precision.rollout or precision.arithmetic
+        else:
+            flops = self._flops.image * self.settings.chunk_images
+            dtype = precision.rollout or precision.arithmetic
+        return flops, flops / peak_flops(executor.device_kind, dtype)
 
     def join(self, worker: Any) -> None:
         """Adds a worker in another process (`distributed.workers.WorkerProxy`)."""

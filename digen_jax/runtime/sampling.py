@@ -94,6 +94,7 @@ class SamplingExecutor:
     ):
         self.name, self.rollout = name, rollout
         self.devices = rollout.group.mesh.size
+        self.device_kind = rollout.group.mesh.devices.flat[0].device_kind
         self.weights: dict[WeightsVersion, Weights] = {}
         self.images: dict[Chunk, np.ndarray | None] = {}  # not yet scored; None: a NaN
         self.answers: dict[Chunk, rewards.Answers] = {}

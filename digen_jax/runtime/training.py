@@ -60,7 +60,8 @@ class GradientExecutor:
         trainers: Collection[str],
     ):
         self.name, self.system = name, system
-        self.devices = system.placement.trainer.mesh.size
+        mesh = system.placement.trainer.mesh
+        self.devices, self.device_kind = mesh.size, mesh.devices.flat[0].device_kind
         self.samples: dict[Chunk, SampledImages] = {}  # not yet trained
         self._steps, self._transfer, self._trainers = steps, transfer, trainers
         self._prompts: dict[int, EncodedPrompts] = {}  # by step

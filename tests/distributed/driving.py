@@ -43,7 +43,7 @@ def process_class(system: System, reward: Any, held_out: Any) -> type[RolloutPro
             self._pool = RewardPool(alone("mine", reward), 0)
             batches = itertools.islice(toy.batches(config.max_groups), first, None)
             self._build(config, self.parts(), batches, first, list(held_out))
-            return Member(1, "here", 0)
+            return Member(1, "here", 0, "cpu")
 
     return ToyProcess
 
@@ -94,4 +94,8 @@ def drive(system: System, config: ConfigDict, steps: int, reward=toy.brightness,
         rollouts = [name for name in found.executor.samplers if name.startswith("rollout")]
         assert len(rollouts) == len(system.placement.rollouts)
         assert len(found.executor.others) == len(system.trainers)
+    for line in history:
+        assert (
+            min(line[f"flops_per_second_per_device/{kind}"] for kind in ("generate", "train")) > 0
+        )
     return found.executor.state, history, log

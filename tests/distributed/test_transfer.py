@@ -198,7 +198,9 @@ def test_a_call_that_lacks_trees_is_repeated_with_them():
     transfer.sources[EmbeddingsKey.worker] = lambda key: engine.put(
         pack({"x": np.float32([len(prompt) for prompt in key.prompts])})
     )
-    proxy = WorkerProxy("worker 1", Member(1, "", 0), engine.start(Process, [()]), engine, transfer)
+    proxy = WorkerProxy(
+        "worker 1", Member(1, "", 0, "cpu"), engine.start(Process, [()]), engine, transfer
+    )
     transfer.put(weights, {"x": jnp.arange(3.0)})
     assert engine.get(proxy._work("read", weights)) == 3
     transfer.delete(weights)

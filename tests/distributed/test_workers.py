@@ -87,7 +87,7 @@ def remote():
         class Process(RolloutProcess):
             def open(self, train_config, first, place=None):
                 opened(self._name)
-                return Member(1, "here", 0)
+                return Member(1, "here", 0, "cpu")
 
         c, engine = config("flow_grpo", TWO), LocalEngine()
         c.placement.rollout.update(rollout)
@@ -168,7 +168,9 @@ def test_the_death_of_one_process_is_no_error_of_the_other():
 
     engine = LocalEngine()
     actors = engine.start(Half, [(0,), (1,)])
-    proxy = WorkerProxy("rollout 0", Member(2, "here", 0), actors, engine, TrainerTransfer(engine))
+    proxy = WorkerProxy(
+        "rollout 0", Member(2, "here", 0, "cpu"), actors, engine, TrainerTransfer(engine)
+    )
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(proxy.generate, Chunk(0, 0), WeightsVersion(0))
         failed.wait(LONG)

@@ -10,7 +10,7 @@ from PIL import Image, ImageSequence
 from digen_jax.inference.sampling import evaluation_to_folder
 from digen_jax.logging.evaluation import Evaluation, Extremes, Sample
 from digen_jax.logging.images import ANIMATIONS, check_animation, image_grid, save_frames
-from digen_jax.logging.run_log import RunLog, files_table, results_table
+from digen_jax.logging.run_log import RunLog, files_table, results_table, speed
 from tests.logging.test_metrics import tags
 from tests.parallel import toy
 
@@ -48,6 +48,21 @@ def test_tables_of_results_and_files():
         "  counting                         0.250   1.000  +0.750",
     ]
     assert "\n  images/before_after.png  " in files_table(pathlib.Path("runs/x"))
+
+
+@pytest.mark.parametrize(
+    ("line", "on_cpu", "texts"),
+    [
+        ({"mfu": 0.314}, False, ["12.8 clips/s (1.6 per device)", "devices 88% busy", "MFU 31%"]),
+        ({}, False, ["12.8 clips/s (1.6 per device)", "devices 88% busy", "45.0 TFLOP/s per device"]),
+        ({"images_per_second_per_device": 12.8}, True, ["12.8 clips/s", "45.0 TFLOP/s per device"]),
+        ({"images_per_second_per_device": 12.8, "mfu": 0.314}, False, ["12.8 clips/s", "devices 88% busy", "MFU 31%"]),
+    ],
+)  # fmt: skip
+def test_the_progress_line_has_the_utilisation_or_else_flops_per_second(line, on_cpu, texts):
+    full = {"images_per_second": 12.8, "images_per_second_per_device": 1.6, "utilisation": 0.875}
+    full["flops_per_second_per_device"] = 4.5e13
+    assert speed(full | line, "clips", on_cpu) == texts
 
 
 @pytest.mark.parametrize("frames", [1, 5])

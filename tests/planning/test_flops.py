@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 
 import jax
@@ -15,7 +16,7 @@ from digen_jax.attention.packed import attend as packed_attention
 from digen_jax.config.load import complete, load_config
 from digen_jax.models.published import published_folder
 from digen_jax.parallel.mesh import make_mesh
-from digen_jax.planning.flops import Flops, program_flops
+from digen_jax.planning.flops import Flops, peak_flops, program_flops
 from digen_jax.planning.programs import step_programs
 from tests.tiny_runs import once, tiny_config
 
@@ -99,6 +100,26 @@ def test_a_float32_product_is_several_of_bfloat16(platform, precision, dtype, pa
         return jnp.matmul(x, x, precision=precision)
 
     assert flops(f, (8, 8), platform=platform, dtype=dtype) == Flops(1024, passes * 1024)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "precision", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", None, 989),
+        ("NVIDIA H100 80GB HBM3", "float32", None, 494.5),  # TF32
+        ("NVIDIA H100 80GB HBM3", "float32", "float32", 61.8125),
+        ("NVIDIA H100 80GB HBM3", "float32", "BF16_BF16_F32", 989),
+        ("NVIDIA H100 80GB HBM3", "float32", "F64_F64_F64", None),
+        ("TPU v5", "bfloat16", "float32", 458.752),
+        ("TPU v5", "float32", None, 458.752 / 3),
+        ("TPU v5", "float32", "bfloat16", 458.752),
+        ("cpu", "float32", None, None),
+    ],
+)
+def test_the_peak_is_that_of_the_precision_of_products(kind, dtype, precision, tera):
+    with jax.default_matmul_precision(precision):
+        found = peak_flops(kind, dtype)
+    assert found == pytest.approx(1e12 * tera) if tera else math.isnan(found)
 
 
 def test_sharded_parts_and_the_largest_branch_count():

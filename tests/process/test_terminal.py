@@ -168,7 +168,7 @@ def test_a_bar_has_what_fits(monkeypatch, columns, ends):
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     shown = Progress(2000, done=998)
     for step in (999, 1000):
-        shown.update(step, -0.125, 1234.5, 1.0)
+        shown.update(step, -0.125, ["1234.5 images/s", "devices 100% busy"])
     shown.close()
     last = Screen(shown_.getvalue()).shown[0]
     assert last.endswith(ends) and len(last) <= int(columns)
@@ -179,7 +179,8 @@ def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, caps
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     shown = Progress(12, done=2, every=5)
     for step in range(3, 13):
-        shown.update(step, np.float32(step / 100), 6.25, None if step == 12 else 0.5)
+        speed = ["6.2 images/s", "devices 50% busy"][: 1 if step == 12 else 2]
+        shown.update(step, np.float32(step / 100), speed)
     shown.note("saved")
     shown.close()
     assert capsys.readouterr().err.splitlines() == [

@@ -1,6 +1,7 @@
 """A step of a run, from prompts to a new version, and its possible failures."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -8,6 +9,10 @@ import pytest
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
+from digen_jax.logging.timeline import Summary
+from digen_jax.planning import hardware
+from digen_jax.planning.flops import program_flops
+from digen_jax.planning.hardware import Chip
 from tests.parallel import toy
 from tests.parallel.toy import receive
 
@@ -159,6 +164,76 @@ def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch
             jax.tree.map(np.testing.assert_array_equal, proximal, seen[start][0])
     assert [proximal is None for _, proximal, _ in seen] == [True, False, True, False]
     assert toy.difference(seen[3][1], seen[3][0]) > 1e-4
+
+
+# ------------------------------------------------------------------------------ utilisation
+
+PEAK = 3e9  # of the devices, in bfloat16; that of the tests' exact float32 is a sixteenth
+# By worker: number of devices.
+COLOCATED = toy.meshes((0, 1), (2, 1)), {"trainer": 2}
+DISAGGREGATED = toy.meshes((2, 1), (1, 1)), {"rollout 0": 2, "trainer": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "chip"), [(COLOCATED, None), (DISAGGREGATED, Chip("test", PEAK, 1, 1, 1))]
+)
+def test_utilisation_is_the_needed_flops_over_those_of_the_timelines_seconds(
+    monkeypatch, layout, chip
+):
+    """With guidance, a KL, two updates with a decoupled loss, and an evaluation of other steps and guidance."""
+    if chip is not None:
+        monkeypatch.setitem(hardware.CHIPS, "cpu", chip)
+    ends, end_step = [0.0], Summary.end_step
+    monkeypatch.setattr(
+        Summary, "end_step", lambda self, now, away: ends.append(now) or end_step(self, now, away)
+    )
+    meshes, devices = layout
+    config = toy.config(
+        **meshes,
+        sampler__chunk=4,
+        trainer__updates=2,
+        algorithm=dict(importance_cap=2.0, kl_coefficient=0.1),
+        precision__rollout="bfloat16",
+        evaluation=dict(every=1, batch=4, steps=3, guidance=1.0),
+    )
+    system, found = toy.system(config, sum(devices.values())), []
+    with toy.driver(system, config, held_out=toy.records(6)) as driver:
+        for _ in range(2):
+            found.append((driver.step(), driver.intervals))
+
+    def velocity(x, context):
+        params = {"transformer": {"params": toy.ToyFamily().params()["transformer"]}}
+        return toy.ToyFamily().velocity(params, x, jnp.ones(1), (context, context[:, 0]))
+
+    traced = jax.make_jaxpr(velocity)(jnp.zeros((1, 4, 4, 4)), jnp.zeros((1, 6, 8)))
+    forward = program_flops(traced, "cpu").count
+    for number, (metrics, intervals) in enumerate(found):
+        spent = {"": sum(devices.values()) * (ends[number + 1] - ends[number])}
+        for kind in ("generate", "train"):
+            spent[f"/{kind}"] = sum(
+                one.seconds * devices[one.worker] for one in intervals if one.kind == kind
+            )
+        evaluated = {one.chunk for one in intervals if one.kind == "evaluate"}
+        assert {one.index for one in evaluated} <= {0, 1}
+        needed = {
+            "/generate": 8 * 4 * 2 * forward,  # images, steps, sequences
+            # Two of each image's steps; forward, two products backward, the reference and, after the first update,
+            # the policy at the start of the step.
+            "/train": 4 * 2 * 2 * (4 + 5) * forward,
+        }
+        shown = 3 * sum((4, 2)[chunk.index] for chunk in evaluated) * forward
+        peaks = {"/generate": PEAK, "/train": PEAK / 16}
+        at_peak = {kind: flops / peaks[kind] for kind, flops in needed.items()}
+        at_peak[""] = sum(at_peak.values()) + shown / PEAK
+        needed[""] = sum(needed.values()) + shown
+        for name, seconds in spent.items():
+            speed = metrics[f"flops_per_second_per_device{name}"]
+            assert speed == pytest.approx(needed[name] / seconds)
+            expected = None if chip is None else pytest.approx(at_peak[name] / seconds)
+            assert metrics.get(f"mfu{name}") == expected
+        each = metrics["images_per_second_per_device"]
+        assert each == pytest.approx(metrics["images_per_second"] / sum(devices.values()))
+    assert any(one.kind == "evaluate" for _, intervals in found for one in intervals)
 
 
 # ------------------------------------------------------------------------------ what can go wrong
