@@ -37,7 +37,8 @@ images, number of checkpoints, all placements. Its recipes for DiffusionNFT and 
 
 Differences from the source, in addition to those of all recipes (docs/evidence.md):
 - these settings train image editing there: all 128 training records of the examples' data have an image to edit, scaled
-  to 384 x 384 (`condition_image_size`; at 3e615ee). Here images are generated from text alone;
+  to 384 x 384 (`condition_image_size`; at 3e615ee). Here images are generated from text, unless
+  `--config.model.source_height=384 --config.model.source_width=384` is given (docs/flux2-klein.md);
 - its advantages are "gdpo", which for one reward divides them once more by their std over the step; set
   advantages.combine to "gdpo" for several rewards. The published reward of distilled_full is the rank of an image
   within its group;

@@ -38,7 +38,9 @@ def pipeline_of(config: TrainConfig) -> tuple[pathlib.Path, Family]:
         folder = open_pipeline(model.folder, model.without)
         options = model.remat, model.without, model.max_sequence_length
         family = load_family(folder, arithmetic, *options)
-    return folder, family if model.source is None else editing(family, model.source)
+    if model.source is None:
+        return folder, family
+    return folder, editing(family, model.source, model.source_images)
 
 
 def build(config: TrainConfig, devices: Sequence[jax.Device]) -> System:

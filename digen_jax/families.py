@@ -61,35 +61,42 @@ def load_family(
     without: tuple[str, ...] = (),
     max_sequence_length: int = 0,
     source: Size | None = None,
+    sources: int = 1,
 ) -> Family:
-    """Returns the family of a pipeline folder; the last three arguments are those of the config's section `model`.
+    """Returns the family of a pipeline folder; the last four arguments are those of the config's section `model`.
 
     Without a `max_sequence_length` that of the folder's sampling.json applies, and then that of diffusers' pipeline.
 
     Raises:
       ConfigError: No family has its class, the folder cannot be used, or it cannot edit images of
-        the size `source`.
+        the size `source`, or several.
     """
     kind = family_of(folder)
     with user_input():
         tokens = max_sequence_length or read_sampling(folder).get("max_sequence_length", 0)
         family = kind.from_folder(folder, jnp.dtype(dtype), remat, without, tokens)
-    return family if source is None else editing(family, source)
+    return family if source is None else editing(family, source, sources)
 
 
-def editing(family: Family, source: Size) -> Family:
-    """Returns the family with a source image, resized to `source`, for every prompt.
+def editing(family: Family, source: Size, sources: int = 1) -> Family:
+    """Returns the family with `sources` source images, resized to `source`, for every prompt.
 
     Raises:
-      ConfigError: The family cannot edit images, or not of this size.
+      ConfigError: The family cannot edit images, or not several, or not of this size.
     """
     if not family.edits:
         raise ConfigError(
             "this model generates images from prompts and cannot edit images: set config.model.source_height "
             "and config.model.source_width to 0, or choose a model that edits"
         )
+    several = {"sources": sources} if sources != family.sources else {}
+    if several.keys() - {field.name for field in dataclasses.fields(cast(Any, family))}:
+        raise ConfigError(
+            f"this model reads one source image per prompt, not {sources}: set config.model.source_images to 1, and "
+            'give one path as "image"'
+        )
     with prefix_errors("config.model.source_height and config.model.source_width: "):
-        return dataclasses.replace(cast(Any, family), source=source)
+        return dataclasses.replace(cast(Any, family), source=source, **several)
 
 
 def check_parts(family: Family, folder: pathlib.Path, parts: Iterable[str]) -> None:

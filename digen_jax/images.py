@@ -7,7 +7,7 @@ import mmap
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,6 +141,12 @@ def resize_image(image: Image.Image, height: int, width: int) -> UInt8[np.ndarra
 def black_image(height: int, width: int) -> Image.Image:
     """Returns a black image."""
     return Image.new("RGB", (width, height))
+
+
+def source_images(record: Mapping[str, Any]) -> list[ImageSource]:
+    """Returns the source images of a prompt record: its "image", which may be a list."""
+    given = record.get("image", [])
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def image_hash(image: ImageSource) -> str:

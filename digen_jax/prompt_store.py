@@ -74,7 +74,7 @@ def _description(config: TrainConfig, folder: pathlib.Path, family: Family) -> d
         "frozen": config.precision.frozen,
     }
     if family.source is not None:
-        known["source"] = list(family.source)
+        known["source"] = [*family.source, *[family.sources] * (family.sources > 1)]
     if not (absent := missing_weights(folder, family)):
         return known | {"encoders": fingerprint(folder, sorted(family.encoders))}
     store = store_folder(config)

@@ -34,14 +34,18 @@ _NEGATIVE = flags.DEFINE_string(
     None,
     "Negative prompt for all prompts; overrides those of a prompt file.",
 )
-_IMAGE = define_path(
-    "image", None, "Image to edit, or to start a clip with; a prompt file has a field for it."
+_IMAGES = define_path(
+    "image",
+    None,
+    "Image to edit, or to start a clip with; can be repeated for models that edit several images at once. A prompt "
+    "file has a field for it.",
+    several=True,
 )
 _SOURCE_HEIGHT = flags.DEFINE_integer(
     "source_height", None, "Height to which images to edit are resized; default: as in diffusers."
 )
 _SOURCE_WIDTH = flags.DEFINE_integer("source_width", None, "Width of resized images to edit.")
-_IMAGES = flags.DEFINE_integer("images", 1, "Images per prompt.")
+_COUNT = flags.DEFINE_integer("images", 1, "Images per prompt.")
 _OUTPUT = define_path("output", None, "Output folder.")
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of the noise; the images do not depend on --batch.", 0, LARGEST_SEED
@@ -70,7 +74,7 @@ def main() -> None:
     check_no_images("--output", _OUTPUT.value)
     source = _source()
     records = _read_records()
-    check_positive("--images", _IMAGES.value)
+    check_positive("--images", _COUNT.value)
     with prefix_errors("--format: "):  # before weights are read; the defaults of models are even
         check_animation(_FORMAT.value, _SAMPLING.height.value or 2, _SAMPLING.width.value or 2)
     prepare()
@@ -81,7 +85,7 @@ def main() -> None:
     options = _SAMPLING.options(_GUIDANCE.value)
 
     def fits(family: Any, sizes: Any) -> None:
-        if _IMAGE.value and not family.edits:
+        if _IMAGES.value and not family.edits:
             raise ConfigError(
                 f"--image is given, but {_SAMPLING.model.value} generates images from prompts only: remove it, or "
                 "choose a model that edits"
@@ -97,9 +101,9 @@ def main() -> None:
     output = pathlib.Path(_OUTPUT.value)
     _report_odd_texts(model.family)
     with prefix_errors("--output: ", (OSError,)):
-        rest = _SEED.value, _IMAGES.value, _SAMPLING.fps.value or model.fps, animation
+        rest = _SEED.value, _COUNT.value, _SAMPLING.fps.value or model.fps, animation
         sample_to_folder(model, sampler, records, output, _SAMPLING.batch.value, *rest)
-    count = len(records) * _IMAGES.value
+    count = len(records) * _COUNT.value
     kind = "image" if size.frames == 1 else "clip"
     print(f"{count} {kind}{'s' * (count > 1)} and grid.png are in {output}")
 
@@ -166,12 +170,13 @@ def _read_records() -> list[dict[str, Any]]:
             raise ConfigError(
                 f"--{name}={text!r} is not UTF-8 at character {error.start + 1}: write the prompt in that encoding"
             ) from error
-    image = {"image": _IMAGE.value} if _IMAGE.value else {}
+    image = {"image": _IMAGES.value} if _IMAGES.value else {}
     negative = {} if _NEGATIVE.value is None else {"negative_prompt": _NEGATIVE.value}
     if _PROMPT.value:
         if image:
             with user_input():
-                check_image_file(_IMAGE.value)
+                for path in _IMAGES.value:
+                    check_image_file(path)
         return [{"prompt": prompt, **image, **negative} for prompt in _PROMPT.value]
     if image:
         raise ConfigError(

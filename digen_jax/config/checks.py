@@ -221,6 +221,11 @@ def _check_source(config: TrainConfig) -> None:
             f"config.model.source_height = {height} and config.model.source_width = {width} are no size: set both, or "
             "both to 0 if prompts have no source images"
         )
+    if config.model.source_images > 1 and not height:
+        raise ConfigError(
+            f"config.model.source_images = {config.model.source_images} needs the size of source images: set "
+            "config.model.source_height and config.model.source_width"
+        )
 
 
 def _check_lora_start(config: TrainConfig) -> None:

@@ -7,6 +7,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import json
 import re
@@ -309,7 +310,9 @@ def check_inputs(config: TrainConfig) -> None:
         "evaluation.prompts": tuple(filter(None, [config.evaluation.prompts])),
     }
     given = {"model.folder": config.model.folder, "rewards": config.rewards, **files}
-    read = check_images if config.model.source else read_prompt_file
+    read: Any = read_prompt_file
+    if config.model.source:
+        read = functools.partial(check_images, count=config.model.source_images)
     with collect_errors() as one:
         for name, value in given.items():
             with one():

@@ -1,13 +1,15 @@
 """Early checks of prompt files: errors for missing inputs, warnings about suspicious prompts."""
 
 import concurrent.futures
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from digen_jax.data.prompt_files import HIDDEN, Path, Record, first_numbers, numbered_records
 from digen_jax.errors import ConfigError, collect_errors
-from digen_jax.images import check_image_file
+from digen_jax.images import check_image_file, source_images
 
 # Describes the missing input of a record for a reward, such as "quotes no text"; None if complete.
 Needs = Callable[[Record], str | None]
@@ -20,8 +22,8 @@ LISTED = 10  # unknown words in a warning
 WORD = re.compile(r"[^\W_]+")
 
 
-def check_images(path: Path) -> None:
-    """Reads the images to edit of a prompt file. Every record must have one.
+def check_images(path: Path, count: int = 1) -> None:
+    """Reads the images to edit of a prompt file. Every record must have `count`.
 
     Raises:
       FileNotFoundError: The prompt file does not exist.
@@ -29,19 +31,24 @@ def check_images(path: Path) -> None:
     """
     numbered = numbered_records(path)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # Pillow releases the GIL while decoding
-        errors = pool.map(_image_error, [record for _, record in numbered])
+        errors = pool.map(
+            functools.partial(_image_error, count), [record for _, record in numbered]
+        )
         for (number, _), error in zip(numbered, errors, strict=True):
             if error:
                 pool.shutdown(cancel_futures=True)
                 raise ValueError(f"{path}, line {number}: {error}")
 
 
-def _image_error(record: Record) -> str | None:
-    image = record.get("image")
-    if not isinstance(image, str) or not image.strip():
+def _image_error(count: int, record: Record) -> str | None:
+    images = source_images(record)
+    if not images or not all(isinstance(image, str) and image.strip() for image in images):
         return '"image" is missing; give the path of the image to edit, relative to the prompt file'
+    if len(images) != count:
+        return f'"image" has {len(images)} images, but config.model.source_images is {count}'
     try:
-        check_image_file(image)
+        for image in images:
+            check_image_file(cast(str, image))
     except ValueError as error:
         return f"{error}; give the path of an image, relative to the prompt file"
     return None

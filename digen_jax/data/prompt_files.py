@@ -106,12 +106,17 @@ def _parse(path: str, content: bytes) -> list[tuple[int, Record]]:
 
 def _with_image_path(path: Path, record: Record) -> Record:
     """Returns a record with `image` relative to the working directory instead of the prompt file's folder."""
-    image = record.get("image")
-    if not isinstance(image, str) or not image.strip() or "://" in image:
+
+    def located(image: Any) -> Any:
+        if isinstance(image, list):
+            return [located(one) for one in image]
+        if not isinstance(image, str) or not image.strip() or "://" in image:
+            return image
+        return str(pathlib.Path(path).parent / in_home(image))
+
+    if "image" not in record or is_dataset(path):
         return record
-    if is_dataset(path):
-        return record
-    return record | {"image": str(pathlib.Path(path).parent / in_home(image))}
+    return record | {"image": located(record["image"])}
 
 
 def first_negative(path: Path) -> str | None:

@@ -24,7 +24,7 @@ from digen_jax.families import (
     read_parts,
 )
 from digen_jax.files import read_json
-from digen_jax.images import read_image
+from digen_jax.images import read_image, source_images
 from digen_jax.logging.workdir import started_in
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.mesh import make_mesh
@@ -177,25 +177,33 @@ def edited(
       size: Size of the clips to sample. None means the default of diffusers' pipeline.
 
     Raises:
-      ConfigError: Images are missing, unreadable or of different target sizes, or a size is given without images.
+      ConfigError: Images are missing, unreadable, of different target sizes or different in number, or a size is given
+        without images.
     """
+    given = [source_images(record) if family.edits else [] for record in records]
     with user_input():
-        given = [record["image"] for record in records if "image" in record and family.edits]
         # Only (width, height), because all images may not fit in memory.
-        shapes = [read_image(image).size for image in given]
-    if not shapes and family.source is None:
+        shapes = [[read_image(image).size for image in images] for images in given]
+    if not any(shapes) and family.source is None:
         if source is not None:
             raise ConfigError("a size of images is given, but there is no image to edit")
         return family
-    if len(shapes) < len(records):
-        which = next(record["prompt"] for record in records if "image" not in record)
+    if not all(shapes):
+        which = next(r["prompt"] for r, images in zip(records, given, strict=True) if not images)
         raise ConfigError(
             f"the prompt {which!r} has no image to edit: give each prompt one"
             + (", as in the model's run" if family.source else " or none")
         )
+    counts = [len(images) for images in given]
+    for record, count in zip(records, counts, strict=True):
+        if count != counts[0]:
+            raise ConfigError(
+                f"{records[0]['prompt']!r} has {counts[0]} images and {record['prompt']!r} has {count}: sample them in "
+                "two calls"
+            )
     size = size or family.default_size()
     source = source or family.source or _common_size(family, records, shapes, size)
-    return editing(family, source._replace(frames=size.frames))
+    return editing(family, source._replace(frames=size.frames), counts[0])
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
@@ -244,6 +252,7 @@ def read_run(
             without=given.without,
             max_sequence_length=given.max_sequence_length,
             source=given.source,
+            sources=given.source_images,
         )
         if check is not None:
             check(family, folder, defaults_of_run(config))
@@ -303,18 +312,21 @@ def _with_absolute_paths(config: TrainConfig, start: pathlib.Path | None) -> Tra
 
 
 def _common_size(
-    family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]], clip: Size
+    family: Family, records: Sequence[Record], shapes: Sequence[list[tuple[int, int]]], clip: Size
 ) -> Size:
-    """Returns the size that the pipeline chooses for all images. `shapes` are (width, height)."""
-    sizes = [family.source_size(height, width, clip) for width, height in shapes]
-    for record, size in zip(records, sizes, strict=True):
-        if size != sizes[0]:
+    """Returns the size that the pipeline chooses for all images. `shapes` are (width, height) by record."""
+    first, *_ = found = [
+        (record["prompt"], family.source_size(height, width, clip))
+        for record, images in zip(records, shapes, strict=True)
+        for width, height in images
+    ]
+    for prompt, size in found:
+        if size != first[1]:
             raise ConfigError(
-                f"the pipeline resizes the images of {records[0]['prompt']!r} and {record['prompt']!r} to "
-                f"{sizes[0].height}x{sizes[0].width} and {size.height}x{size.width}: sample them in two calls, or give "
-                "one size for all, --source_height and --source_width"
+                f"the pipeline resizes images of {first[0]!r} and {prompt!r} to {first[1]} and {size}: sample them in "
+                "two calls, or give one size for all, --source_height and --source_width"
             )
-    return sizes[0]
+    return first[1]
 
 
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:

@@ -28,8 +28,8 @@ from digen_jax.files import fields_of
 from digen_jax.images import Size
 
 Params = dict[str, Any]  # one tree per component
-# Line of a prompt file: "prompt", "negative_prompt" (for the unconditional pass), "image" (source image of an edit),
-# and other fields for a family or a reward.
+# Line of a prompt file: "prompt", "negative_prompt" (for the unconditional pass), "image" (source image of an edit,
+# or a list of several), and other fields for a family or a reward.
 Record = Mapping[str, Any]
 Tokens = Any  # arrays with one row per record
 Conditioning = Any  # arrays with one row per record, including masks if text lengths differ
@@ -110,6 +110,7 @@ class Family(Protocol):
       decoders: Components that `decode` reads.
       edits: Whether prompt records may have a source image to edit, "image".
       source: Size that source images are resized to. None means records have no source image.
+      sources: Source images of each record, if it has any.
       masked: Conditioning fields with trailing tokens that are zero or that the network does not attend to, with the
         boolean field that is False for these tokens. They are stored without them, and restored as zeros.
       lists: Modules of each component whose children a checkpoint numbers (see `checkpoints.tensors`).
@@ -134,6 +135,7 @@ class Family(Protocol):
     decoders: tuple[str, ...]
     edits: bool
     source: Size | None
+    sources: int
     masked: Mapping[str, str]
     lists: Mapping[str, Any]
     frozen: Mapping[str, Sequence[str]]

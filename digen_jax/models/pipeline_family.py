@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8
+from PIL import Image
 
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import FieldError, user_input
-from digen_jax.images import read_image, resize_image
+from digen_jax.images import read_image, resize_image, source_images
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import (
     Component,
@@ -85,6 +86,7 @@ class PipelineFamily:
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     edits: ClassVar[bool] = False
     source: Size | None = None
+    sources: int = 1
     guidance: ClassVar[Guidance] = "classifier-free"
     negative_prompt: ClassVar[str] = ""
     lora_loader: ClassVar[str] = "load_lora_weights({})"
@@ -239,25 +241,30 @@ class PipelineFamily:
         distinct = prompts if len(set(prompts)) > 1 else prompts[:1]
         return self.tokenize([{"prompt": prompt} for prompt in distinct])
 
-    def source_images(self, records: Sequence[Record]) -> UInt8[np.ndarray, "b h w 3"] | None:
-        """Returns the records' source images, resized to `source`. None means that there are none.
+    def source_images(self, records: Sequence[Record]) -> UInt8[np.ndarray, "b n h w 3"] | None:
+        """Returns the `sources` images of each record, in the size `source`. None means that there are none.
 
         Raises:
           ValueError: a source image is missing, unreadable, or unexpected because `source` is None.
         """
         for record in records:
-            _check_has_image(record, self.source)
+            _check_images(record, 0 if self.source is None else self.sources)
         if self.source is None:
             return None
-        height, width, _ = self.source
         with user_input():
-            return np.stack([resize_image(read_image(r["image"]), height, width) for r in records])
+            found = [[read_image(one) for one in source_images(record)] for record in records]
+            return np.stack([[self.fit_source(image) for image in images] for images in found])
+
+    def fit_source(self, image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
+        """Returns a source image in the size `source`, stretched with the filter of diffusers' pipelines."""
+        height, width, _ = cast(Size, self.source)
+        return resize_image(image, height, width)
 
     def encoded_with_images(self, prompts: int) -> int:
         """Returns `prompts`, limited by `decoded_pixels` if there are source images."""
         if self.source is None:
             return prompts
-        return max(1, min(prompts, self.decoded_pixels // math.prod(self.source)))
+        return max(1, min(prompts, self.decoded_pixels // (math.prod(self.source) * self.sources)))
 
     def network_inputs(
         self, conditioning: Conditioning, guidance: Float[Array, "b"] | None
@@ -420,13 +427,18 @@ def check_tokens(length: int, most: int, why: str) -> None:
         )
 
 
-def _check_has_image(record: Record, source: Size | None) -> None:
-    if ("image" in record) == (source is not None):
+def _check_images(record: Record, count: int) -> None:
+    images = len(source_images(record))
+    if images == count:
         return
-    if source is None:
+    if not count:
         raise ValueError(
             f"the prompt {record['prompt']!r} has an image, but the model was opened without source images: "
             "set the size of source images, or remove the field"
+        )
+    if images:
+        raise ValueError(
+            f"the prompt {record['prompt']!r} has {images} images, but the model was opened for {count} per prompt"
         )
     raise ValueError(
         f"the prompt {record['prompt']!r} has no image to edit: add the path of an image"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from digen_jax.errors import user_input
-from digen_jax.images import black_image, image_hash
+from digen_jax.images import black_image, image_hash, source_images
 from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
 from digen_jax.parallel.placement import DeviceGroup, chunked_map
 
@@ -63,12 +63,13 @@ def block_size(family: Family, group: DeviceGroup) -> int:
 
 def example_record(family: Family) -> Record:
     """Returns a record with every field that the family reads, for programs and shapes."""
-    image = {} if family.source is None else {"image": black_image(*family.source[:2])}
-    return {"prompt": "", **image}
+    if family.source is None:
+        return {"prompt": ""}
+    return {"prompt": "", "image": [black_image(*family.source[:2])] * family.sources}
 
 
 def prompt_key(family: Family, record: Record) -> str:
-    """Returns the key of a record's conditioning: its prompt, and the hash of the image that is edited.
+    """Returns the key of a record's conditioning: its prompt, and the hashes of the images that are edited.
 
     Raises:
       ConfigError: the image file is missing.
@@ -76,11 +77,11 @@ def prompt_key(family: Family, record: Record) -> str:
     if family.source is None:
         return record["prompt"]
     with user_input():
-        return f"{record['prompt']}\0{image_hash(record['image'])}"
+        return "\0".join([record["prompt"], *map(image_hash, source_images(record))])
 
 
 def null_prompt_key(family: Family, record: Record) -> str:
-    """Returns the key of a record's null conditioning: its negative prompt, and the hash of its image.
+    """Returns the key of a record's null conditioning: its negative prompt, and the hashes of its images.
 
     Raises:
       ConfigError: the image file is missing.

@@ -23,7 +23,8 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 from PIL import Image
 
-from digen_jax.errors import ConfigError, check_choice, check_range
+from digen_jax.errors import ConfigError, check_choice, check_range, user_input
+from digen_jax.images import read_image, source_images
 from digen_jax.rewards import ocr
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import (
@@ -39,6 +40,7 @@ MODELS, CHAT = "/v1/models", "/v1/chat/completions"
 QUALITY = 95  # JPEG quality, as in UnifiedReward's requests
 ANSWER = 2**22  # maximum response size in bytes
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # a field of the prompt's record, such as {prompt}
+SOURCE, GENERATED = "{source}", "{generated}"  # places of images in a template's text
 TOP = 20  # number of logprobs per token: vLLM's default maximum
 DASHES = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
 MARKS = r"\\?[*`~]+|(?<![^\W_])_+|_+(?![^\W_])"
@@ -49,7 +51,9 @@ SHOWN = 200  # maximum characters of an answer in an error
 class Template:
     """Question about an image, and parsing of the score from the answer."""
 
-    text: str  # question; {prompt} and other fields of the prompt's record are filled in
+    # question; {prompt} and other fields of the prompt's record are filled in, {source} becomes its source images and
+    # {generated} the image to rate, which otherwise precedes the text
+    text: str
     # "pattern" is the mean of the numbers that match `patterns` in the answer; "yes" the probability that the answer
     # starts with yes; "text" the similarity of the answer and the text quoted in the prompt
     score: str = ""
@@ -58,16 +62,35 @@ class Template:
     max_tokens: int = 0  # maximum tokens of the answer
     system: str = ""  # system message, if any
 
-    def fill(self, prompt: str, record: dict[str, Any]) -> str:
-        """Returns the question for a prompt. Raises KeyError if the record lacks a field."""
-        known = record | {"prompt": prompt}
-        return FIELD.sub(lambda found: str(known[found[1]]), self.text)
+    def fill(
+        self,
+        prompt: str,
+        record: dict[str, Any],
+        show: Callable[[Image.Image], dict],
+        image: Image.Image,
+    ) -> list[dict]:
+        """Returns the message about an image; `show` converts images. Raises KeyError if the record lacks a field."""
+        known, message = record | {"prompt": prompt}, []
+        text = self.text if GENERATED in self.text else GENERATED + self.text
+        for part in re.split(f"({re.escape(SOURCE)}|{re.escape(GENERATED)})", text):
+            if part == SOURCE:
+                with user_input():
+                    message += [show(read_image(source)) for source in source_images(record)]
+            elif part == GENERATED:
+                message.append(show(image))
+            elif part.strip():
+                filled = FIELD.sub(lambda found: str(known[found[1]]), part)
+                message.append({"type": "text", "text": filled})
+        return message
 
     def lacking(self, record: dict[str, Any]) -> str | None:
         """Describes the missing input of a record, such as "has no field ...", or returns None."""
         if self.score == "text":
             return ocr.needs(record)
-        missing = [name for name in FIELD.findall(self.text) if name not in record]
+        if SOURCE in self.text and not source_images(record):
+            return "has no image to edit, which the judge's template shows"
+        names = FIELD.findall(self.text.replace(SOURCE, "").replace(GENERATED, ""))
+        missing = [name for name in names if name not in record]
         return f"has no field {missing[0]!r}, which the judge's template has" if missing else None
 
 
@@ -192,14 +215,15 @@ class Client:
         judge, template = self._judge, self._judge.question
         if (lacks := template.lacking(record | {"prompt": prompt})) is not None:
             raise ConfigError(f"the prompt {prompt!r} {lacks}")
-        file = io.BytesIO()
-        Image.fromarray(np.asarray(image)).save(file, judge.format.upper(), quality=QUALITY)
-        url = f"data:image/{judge.format};base64,{base64.b64encode(file.getvalue()).decode()}"
-        # The image comes before the text.
-        content = [
-            {"type": "image_url", "image_url": {"url": url}},
-            {"type": "text", "text": template.fill(prompt, record)},
-        ]
+
+        def show(image: Image.Image) -> dict:
+            file = io.BytesIO()
+            image.save(file, judge.format.upper(), quality=QUALITY)
+            data = base64.b64encode(file.getvalue()).decode()
+            url = f"data:image/{judge.format};base64,{data}"
+            return {"type": "image_url", "image_url": {"url": url}}
+
+        content = template.fill(prompt, record, show, Image.fromarray(np.asarray(image)))
         system = [{"role": "system", "content": template.system}] if template.system else []
         message = {
             "model": self._model,

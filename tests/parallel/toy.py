@@ -103,6 +103,7 @@ class ToyFamily:
     pipeline: ClassVar = "ToyPipeline"
     solver: ClassVar = Ode()
     source: ClassVar = None
+    sources: ClassVar = 1
     negative_prompt: ClassVar = ""
     lora_targets: ClassVar = "inside|outside"
     lora_loader: ClassVar = "load_lora_weights({})"

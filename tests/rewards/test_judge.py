@@ -68,7 +68,11 @@ def text_of(request):
 
 
 def image_of(request):
-    kind, data = request["messages"][-1]["content"][0]["image_url"]["url"].split(";base64,")
+    return shown(request["messages"][-1]["content"][0])
+
+
+def shown(part):
+    kind, data = part["image_url"]["url"].split(";base64,")
     with Image.open(io.BytesIO(base64.b64decode(data))) as opened:
         assert kind == f"data:image/{opened.format.lower()}"
         return np.asarray(opened)
@@ -155,6 +159,27 @@ def test_a_custom_text_has_the_fields_of_a_record():
     assert text_of(request) == 'gothic? a {style} dog {"points": 40}'
     assert request["messages"][0] == {"role": "system", "content": "Be strict."}
     assert request["max_tokens"] == 9
+
+
+def test_source_images_are_shown_in_their_place(tmp_path):
+    first, second, result = random_images(3)
+    paths = [str(tmp_path / f"{name}.png") for name in ("first", "second")]
+    for path, image in zip(paths, (first, second), strict=True):
+        Image.fromarray(image).save(path)
+    for image, sources in ((paths, [first, second]), (paths[1], [second])):
+        server = FakeServers([reply("Score: 9")])
+        scores = ask(server, result[None], ["a {x} hat"], [{"image": image}], template="edit")
+        assert scores == np.float32(0.9)
+        before, *images, between, after, end = server.requests[0]["messages"][-1]["content"]
+        for part, expected in zip([*images, after], [*sources, result], strict=True):
+            np.testing.assert_array_equal(shown(part), expected)
+        texts = [part["text"] for part in (before, between, end)]
+        assert "a {x} hat" in texts[1] and not any("{" in text for text in (texts[0], texts[2]))
+    (needs,) = needs_of([RewardSettings("judge", settings={"template": "edit"})]).values()
+    assert needs({"prompt": "a", "image": paths}) is None
+    assert "has no image to edit" in needs({"prompt": "a"})
+    with pytest.raises(ConfigError, match="there is no image at gone"):
+        ask(FakeServers([]), result[None], ["a"], [{"image": "gone.png"}], template="edit")
 
 
 def test_a_custom_pattern_reads_the_answer_itself_if_necessary():

@@ -143,6 +143,15 @@ class AutoencoderKLFlux2(AutoencoderKL):
         return self.decode(self.unscale_latents(self.scale_latents(mean)))
 
 
+def encode_images(
+    vae: AutoencoderKLFlux2, params: Any, images: Float[Array, "b H W 3"]
+) -> Float[Array, "b h w d"]:
+    """Encodes images in [0, 1] to the transformer's latents: the means, without noise."""
+    mean, _ = vae.apply({"params": params}, images * 2 - 1, method="encode")
+    latents: Any = vae.apply({"params": params}, mean, method="scale_latents")
+    return latents
+
+
 def decode_images(
     vae: AutoencoderKLFlux2, params: Any, latents: Float[Array, "b h w d"]
 ) -> Float[Array, "b H W 3"]:

@@ -46,7 +46,7 @@ class EditTokens(NamedTuple):
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b m"] | Int[np.ndarray, "b m"]
-    image: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"]
+    image: UInt8[Array, "b 1 h w 3"] | UInt8[np.ndarray, "b 1 h w 3"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class FluxKontext(Flux):
         text = super().encode(params, TokenIds(ids.first, ids.second))
         if self.source is None:
             return text
-        images: Any = cast(EditTokens, ids).image.astype(jnp.float32) / 255
+        images: Any = cast(EditTokens, ids).image[:, 0].astype(jnp.float32) / 255
         return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
 
     def source_size(self, height: int, width: int, clip: Size) -> Size:

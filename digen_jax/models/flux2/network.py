@@ -90,6 +90,9 @@ AXES = (
     (r"^proj_out$", ("embed", "channels")),
 )
 QK_NORM = "rms_norm"
+# Index of the first source image among the positions, and the distance to the next: `_prepare_image_ids` of diffusers'
+# pipeline_flux2_klein.py.
+SOURCE_INDEX = 10
 
 # Shifts, scales and gates of a stream, each [b 1 d] in float32.
 Vectors = Sequence[Float[Array, "b 1 d"]]
@@ -230,10 +233,12 @@ class Flux2Transformer(nn.Module):
         latents: Float[Array, "b h w c"],
         sigma: Float[Array, "b"],
         context: Float[Array, "b m d"],
+        source: Float[Array, "b n h2 w2 c"] | None = None,
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        All tokens are attended to, so padding of the context counts as text.
+        `source` contains the latents of n source images to edit. All tokens are attended to, so padding of the context
+        counts as text.
         """
         config, (batch, height, width, _) = self.config, latents.shape
         embedding = TimeEmbed(config.dim, name="time_guidance_embed")(sigma)
@@ -245,14 +250,18 @@ class Flux2Transformer(nn.Module):
             vectors(6, "double_stream_modulation_img"),
             vectors(6, "double_stream_modulation_txt"),
         )
-        x = latents.reshape(batch, height * width, -1)
+        x, of_image = latents.reshape(batch, height * width, -1), image_positions(height, width)
+        if source is not None:
+            x = jnp.concatenate([x, source.reshape(batch, -1, source.shape[-1])], axis=1)
+            _, count, rows, columns, _ = source.shape
+            others = [image_positions(rows, columns, SOURCE_INDEX * (1 + i)) for i in range(count)]
+            of_image = np.concatenate([of_image, *others])
         x = _linear(config.dim, self.dtype, "x_embedder")(x)
         context = _linear(config.dim, self.dtype, "context_embedder")(context)
 
-        of_image = np.pad(image_positions(height, width), ((0, 0), (0, 1)))
         rotary = tuple(
             rotary_table(positions, config.axes_dims_rope, float(config.rope_theta))
-            for positions in (of_image, text_positions(context.shape[1]))
+            for positions in (np.pad(of_image, ((0, 0), (0, 1))), text_positions(context.shape[1]))
         )
         (x, context), _ = self._run(DualBlock, "transformer_blocks", config.num_layers)(
             (x, context), streams, rotary
@@ -274,17 +283,23 @@ class Flux2Transformer(nn.Module):
         return run(config.num_attention_heads, config.hidden, self.dtype)
 
 
-def forward_flops(config: Flux2Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
-    """Returns FLOPs by stream (see `Component.flops`)."""
+def forward_flops(
+    config: Flux2Config, latent: tuple[int, int, int], text: int, source: int = 0
+) -> dict[str, float]:
+    """Returns FLOPs by stream (see `Component.flops`).
+
+    `source` is the number of tokens of all source images, which count as "image".
+    """
     d, blocks = config.dim, config.num_layers + config.num_single_layers
     h, w, _ = latent
-    image = h * w
+    own = h * w
+    image = own + source
     # A dual block has, for each stream, four linear layers of attention and three matrices of a gated feed-forward
     # network, two of them fused. A single block has the same for all tokens, in two matrices.
     wide = blocks * (4 * d * d + 3 * d * config.hidden)
     modulations = 2 * 6 + 3 + 2  # streams, single blocks, norm_out
     products = {
-        "image": image * (wide + (config.in_channels + config.out_channels) * d),
+        "image": image * (wide + config.in_channels * d) + own * config.out_channels * d,
         "text": text * (wide + config.joint_attention_dim * d),
         "attention": 2 * d * blocks * (image + text) ** 2,
         "modulation": modulations * d * d + (TIME_FEATURES + d) * d,

@@ -217,9 +217,7 @@ class Wan(PipelineFamily):
         text = TextStates(jnp.where(mask[..., None], states, 0), mask)
         if self.source is None:
             return text
-        clips = self.source_clips(
-            cast(ImageTokens, tokens).image[:, None].astype(jnp.float32) / 255
-        )
+        clips = self.source_clips(cast(ImageTokens, tokens).image.astype(jnp.float32) / 255)
         return ImageStates(*text, autoencoder_wan.encode_clips(self.vae, params["vae"], clips))
 
     def source_clips(self, images: Any) -> Float[Array, "b t h w 3"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 from digen_jax.checkpoints.folder import INDEX, read_model_index
 from digen_jax.errors import FieldError, user_input
 from digen_jax.files import read_json
-from digen_jax.images import read_image
+from digen_jax.images import read_image, source_images
 from digen_jax.models.family import Params, Record, Size
 from digen_jax.models.linear import exact_products
 from digen_jax.models.vision import clip, preprocess
@@ -97,7 +97,7 @@ class WanImageToVideo(Wan):
         if self.image_processor is None:
             return tokens
         with user_input():
-            images = [read_image(record["image"]) for record in records]
+            images = [read_image(source_images(record)[0]) for record in records]
         cropped = [preprocess.crop_image(image, self.image_processor) for image in images]
         return tokens._replace(cropped=np.stack(cropped))
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 import re
 import shutil
 
@@ -119,7 +120,7 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind", ["missing", "size", "half", "plain"])
+@pytest.mark.parametrize("kind", ["missing", "size", "half", "plain", "pair", "count"])
 def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
     c, folder = edit_config(base), edit_prompts(base).parent
     records = [json.loads(line) for line in edit_prompts(base).read_text().splitlines()]
@@ -131,6 +132,14 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
     elif kind == "size":
         c.model.source_height = c.model.source_width = 0
         words = r"source_width are 0, but \S+prompts.jsonl, line 1, has an image to edit: set them"
+    elif kind == "pair":
+        records[1]["image"] = [records[1]["image"]] * 2
+        words = 'line 2: "image" has 2 images, but config.model.source_images is 1'
+    elif kind == "count":
+        c.model.source_images = 2
+        for record in records:
+            record["image"] = [record["image"]] * 2
+        words = "one source image per prompt, not 2: set config.model.source_images to 1"
     elif kind == "half":
         c.model.source_width = 0
         words = "source_height = 12 and config.model.source_width = 0 are no size: set both"
@@ -149,15 +158,23 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_and_split")
-def test_images_are_those_of_one_device(base):
-    """Fifteen tokens of the image and twelve of its source, together 27, which no axis divides."""
+@pytest.mark.parametrize("family", ["flux", "klein"])
+def test_images_are_those_of_one_device(base, tmp_path, family):
+    """Fifteen tokens of the image and twelve of each source, together 27 or 39, which no axis divides."""
     prompts, found = str(edit_prompts(base)), []
-    fields = dict(model__folder=str(kontext_folder(base)), prompts__file=prompts)
-    fields |= dict(model__source_height=SOURCE[0], model__source_width=SOURCE[1])
+    fields = dict(model__source_height=SOURCE[0], model__source_width=SOURCE[1])
+    if family == "flux":
+        fields |= dict(model__folder=str(kontext_folder(base)))
+    else:
+        records = read_prompt_file(prompts)
+        pairs = zip(records, records[2:], strict=False)
+        pairs = [one | {"image": [one["image"], other["image"]]} for one, other in pairs]
+        prompts = str(tmp_path / "pairs.jsonl")
+        pathlib.Path(prompts).write_text("\n".join(map(json.dumps, pairs)))
+        fields |= dict(model__source_images=2)
+    fields |= dict(prompts__file=prompts, evaluation__prompts=prompts)
     for mesh in ("one device", "tensor x sequence"):
-        system = system_of(
-            config(base, "full", mesh, "flux", evaluation__prompts=prompts, **fields)
-        )
+        system = system_of(config(base, "full", mesh, family, **fields))
         sampler, weights = system.sampler, system.rollout_weights(system.start)
         encoded = sampler.encode(weights, read_prompt_file(prompts)[:2])
         keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)

@@ -1,6 +1,7 @@
 """FLUX.2 klein in the tests that all families share."""
 
 import numpy as np
+import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
@@ -15,20 +16,28 @@ TINY |= dict(attention_head_dim=12, num_attention_heads=3, axes_dims_rope=(2, 4,
 TINY |= dict(joint_attention_dim=10, rope_theta=2000, guidance_embeds=False)
 NARROW = TINY | dict(in_channels=4, num_layers=1, num_single_layers=1, mlp_ratio=1.5, rope_theta=50)
 NARROW |= dict(attention_head_dim=16, num_attention_heads=2, axes_dims_rope=(4, 2, 4, 6))
+SHAPES = {"latents": (2, 3, 5, 6), "context": (2, 4, 10)}
 SIGMA = {"sigma": np.float32([0.3, 0.977])}
 WIDE = dict(num_layers=1, num_single_layers=1, num_attention_heads=4, joint_attention_dim=256)
 
 
-def call(model, latents, sigma, context):
-    """Packed latents, positions of tokens, time from 0 to 1."""
+def call(model, latents, sigma, context, source=None):
+    """Packed latents, positions of tokens, time from 0 to 1; the tokens of source images behind the image's."""
     raw = latents.permute(0, 3, 1, 2)
+    tokens, ids = Flux2KleinPipeline._pack_latents(raw), Flux2KleinPipeline._prepare_latent_ids(raw)
+    own = tokens.shape[1]
+    if source is not None:
+        images = [one.permute(0, 3, 1, 2) for one in source.unbind(1)]
+        tokens = torch.cat([tokens, *map(Flux2KleinPipeline._pack_latents, images)], dim=1)
+        others = Flux2KleinPipeline._prepare_image_ids([one[:1] for one in images])
+        ids = torch.cat([ids, others.expand(len(ids), -1, -1)], dim=1)
     v = model(
-        hidden_states=Flux2KleinPipeline._pack_latents(raw).to(model.dtype),
+        hidden_states=tokens.to(model.dtype),
         encoder_hidden_states=context.to(model.dtype),
         timestep=sigma.to(model.dtype),
-        img_ids=Flux2KleinPipeline._prepare_latent_ids(raw),
+        img_ids=ids,
         txt_ids=Flux2KleinPipeline._prepare_text_ids(context),
-    ).sample
+    ).sample[:, :own]
     return v.reshape(*latents.shape[:3], -1).float()
 
 
@@ -50,9 +59,8 @@ NETWORK = Network(
     call=call,
     time="time_guidance_embed.time_proj",
     cases={
-        "tiny": Case(
-            TINY, {"latents": (2, 3, 5, 6), "context": (2, 4, 10)}, SIGMA, "blocks", "0to2 0to1"
-        ),
+        "tiny": Case(TINY, SHAPES, SIGMA, "blocks", "0to2 0to1"),
+        "edit": Case(TINY, SHAPES | {"source": (2, 2, 4, 3, 6)}, SIGMA, "none", "0to2 0to1"),
         "narrow": Case(
             *(NARROW, {"latents": (2, 5, 1, 4), "context": (2, 6, 10)}, SIGMA, "none", "0 0", True)
         ),
@@ -87,6 +95,10 @@ NETWORK = Network(
         *(
             Flops((flux2.Flux2Config(**WIDE), latent, 77), {"context": (1, 77, 256)})
             for latent in ((8, 12, 128), (16, 10, 128))
+        ),
+        Flops(  # with two source images
+            (flux2.Flux2Config(**WIDE), (8, 12, 128), 40, 2 * 9 * 5),
+            {"context": (1, 40, 256), "source": (1, 2, 9, 5, 128)},
         ),
         Flops(
             (flux2.Flux2Config.from_config(TINY | {"mlp_ratio": 2.0}), (4, 6, 6), 3),
