@@ -7,22 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 from digen_jax import policies
 from digen_jax.checkpoints.folder import has_weights
+from digen_jax.checkpoints.quantization import OTHERS, stored_shapes
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import PromptBatches, prompt_batches, read_prompt_file
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import prefix_errors
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
-from digen_jax.models.family import Family, Params
+from digen_jax.models.family import Family, Params, frozen_shapes
 from digen_jax.parallel import placement as meshes
 from digen_jax.parallel.encoding import PrecomputedPrompts
 from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import DeviceGroup, MeshRole, Placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
-from digen_jax.parallel.system import Rollout, System, reshard, shapes_in_dtype, sharded_shapes
+from digen_jax.parallel.system import Rollout, System, reshard, sharded_shapes
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.policies import encoder_shapes, is_precomputed
 from digen_jax.rewards.built_in import on_mesh
@@ -105,7 +107,7 @@ def _read_rollout(
 def _read_trained(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple:
     """Loads the trained components onto a mesh and splits them; see `split`."""
     # Trained parameters are float32; with a LoRA, the base parameters are frozen.
-    dtype = config.precision.frozen if config.lora.rank else "float32"
+    dtype = config.precision.stored if config.lora.rank else "float32"
     trained = _read(parts, parts.family.trained, group, dtype)
     start, base = split(config, parts.family, trained, group)
     return start if parts.start is None else parts.start, base
@@ -114,10 +116,10 @@ def _read_trained(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tu
 def _read_frozen(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> Params:
     """Loads the components that are never trained onto a mesh, except text encoders of precomputed prompts."""
     shapes = parameter_shapes(config, parts.family).frozen
-    return _read(parts, shapes, group, config.precision.frozen)
+    return _read(parts, shapes, group, config.precision.stored)
 
 
-def _read(parts: "Parts", names: Iterable[str], group: DeviceGroup, dtype: str) -> Params:
+def _read(parts: "Parts", names: Iterable[str], group: DeviceGroup, dtype: DTypeLike) -> Params:
     """Loads components onto a mesh, after checking the files of all of them."""
     with prefix_errors("config.model.folder: "):
         check_parts(parts.family, parts.folder, names)
@@ -231,7 +233,7 @@ def split(config: TrainConfig, family: Family, trained: Params, group: DeviceGro
     policy, key = policies.make_policy(config, family), jax.random.key(config.seed)
     start, base = policy.split(key, trained, config.algorithm.reads_reference)
     if config.precision.frozen != "float32":
-        base = reshard(base, group, config.precision.frozen)
+        base = reshard(base, group, OTHERS)  # does not change quantized kernels
     return start, base
 
 
@@ -270,8 +272,9 @@ def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     tuned, base = jax.eval_shape(split, jax.random.key(0), policies.trained_of(family, shapes))
     encode = encoder_shapes(config, family) if is_precomputed(config, family) else {}
     others = {*shapes} - {*family.trained, *encode} | {*family.decoders}
-    frozen = {part: tree for part, tree in shapes.items() if part in others}
-    base, frozen = shapes_in_dtype((base, frozen), config.precision.frozen)
+    dtype = config.precision.stored
+    base = {part: stored_shapes(tree, dtype) for part, tree in base.items()}
+    frozen = frozen_shapes(family, [part for part in shapes if part in others], dtype)
     return ParameterShapes(tuned, base, frozen, encode)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from digen_jax.checkpoints.folder import read_model_index, read_sampling, resolve_folder
 from digen_jax.errors import ConfigError, prefix_errors, user_input
-from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.family import Family, Params, Size, frozen_dtype, frozen_shapes
 from digen_jax.models.layers import Remat
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.process.shutdown import during
@@ -110,12 +111,18 @@ def read_parts(
     folder: pathlib.Path,
     parts: Iterable[str],
     group: DeviceGroup,
-    dtype: str = "float32",
+    dtype: DTypeLike = "float32",
 ) -> Params:
-    """Reads the parameters of some components directly onto a mesh with the mesh's sharding rules, as `dtype`."""
-    shardings, kind = group.params(family.shapes()), jnp.dtype(dtype)
+    """Reads the parameters of some components directly onto a mesh with the mesh's sharding rules, as `dtype`.
+
+    int8 and float8 quantize them; see `quantization` and `frozen_dtype`.
+    """
+    kinds = {part: jnp.dtype(frozen_dtype(family, part, dtype)) for part in parts}
+    shardings = group.params(frozen_shapes(family, kinds, dtype))
     with during("the reading of the model's weights"):
-        return {part: family.read(folder, part, shardings[part], kind) for part in parts}
+        return {
+            part: family.read(folder, part, shardings[part], kind) for part, kind in kinds.items()
+        }
 
 
 def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> Params:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
@@ -28,7 +27,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError, prefix_errors
-from digen_jax.models.family import Family, Params
+from digen_jax.models.family import Family, Params, frozen_shapes
 from digen_jax.models.linear import FLOAT32_NAMES
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR
 from digen_jax.parallel.placement import (
@@ -41,7 +40,6 @@ from digen_jax.parallel.placement import (
 )
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import steps_of_experts
-from digen_jax.parallel.system import shapes_in_dtype
 
 # Names of published models that were distilled to be sampled in few steps.
 FEW_STEPS = re.compile(r"turbo|schnell|lightning|lcm|hyper|distill|(?<!\d)[1-8]-?steps?", re.I)
@@ -97,10 +95,8 @@ def reads_null(config: TrainConfig, family: Family) -> bool:
 
 
 def encoder_shapes(config: TrainConfig, family: Family) -> Params:
-    """Returns the text encoders' abstract parameters in the run's dtype."""
-    shapes = family.shapes()
-    parts = {part: shapes[part] for part in family.encoders}
-    return shapes_in_dtype(parts, jnp.dtype(config.precision.frozen))
+    """Returns the text encoders' abstract parameters as the run stores them."""
+    return frozen_shapes(family, family.encoders, config.precision.stored)
 
 
 def is_precomputed(config: TrainConfig, family: Family) -> bool:

@@ -151,7 +151,7 @@ class Precomputation:
         """Yields the embeddings of each block. Frees the text encoders at the end."""
         family, group = self.family, self.group
         with prefix_errors("config.model.folder: "):
-            dtype = self.config.precision.frozen
+            dtype = self.config.precision.stored
             params = read_parts(family, self.folder, family.encoders, group, dtype)
         program, done = encoding.jit_encoder(family, group), 0
         shown = track(blocks, "encoding prompts", "block", note=lambda: _format(done))

@@ -155,7 +155,7 @@ def read_params(
       template: Tree of `jax.ShapeDtypeStruct` of the network.
       lists: `LISTS` of the network.
       shardings: A Sharding, or a tree or tree prefix of Shardings. None means the first device.
-      dtype: Dtype of floating leaves. None means the template's.
+      dtype: Dtype of floating leaves; int8 and float8 quantize them (`stored_shapes`). None means the template's.
       ignore: Patterns of additional tensor names in the file (`*.position_ids`) to ignore.
       rename: Maps tensor names to the network's, since they differ between transformers versions. Applied before
         `ignore`.

@@ -21,6 +21,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
+from digen_jax.checkpoints.quantization import LARGEST
 from digen_jax.checkpoints.tensors import Path, Tree, is_scanned, tensor_names
 from digen_jax.errors import Count, PositiveFloat
 
@@ -198,11 +199,17 @@ def _product(dense: nn.Dense, x: Array, factor: Array) -> Array:
 
 
 def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
-    """Returns the merged weights W + scale A B, computed in float32 and cast to W's dtype."""
+    """Returns the merged weights W + scale A B, computed in float32 and cast to W's dtype.
+
+    Raises:
+      ValueError: W is quantized: merged weights have more digits.
+    """
     merged, factors = flatten_dict(params), flatten_dict(lora)
     for *path, leaf in factors:
         if leaf == "a":
             kernel = merged[*path, "kernel"]
+            if kernel.dtype in LARGEST:
+                raise ValueError(f"{'/'.join(path)} is quantized: read its weights in float32")
             a, b = (factors[*path, factor].astype(jnp.float32) for factor in ("a", "b"))
             update = jnp.matmul(a, b, precision="highest") * scale
             merged[*path, "kernel"] = (kernel.astype(jnp.float32) + update).astype(kernel.dtype)

@@ -4,8 +4,8 @@ Networks use torch's attribute names, so a path is almost a tensor name: `xs_3` 
 `xs_0to12` is a scan over such entries, with leaves stacked along a leading axis. Each network declares its list names,
 because `linear_1` is an ordinary attribute in diffusers.
 
-Each device reads only its own shard of a tensor. Host memory holds one leaf while reading, and the tensors of one
-file while writing.
+Each device reads only its own shard of a tensor, or of a quantized kernel all inputs of its outputs, on which their
+scale depends. Host memory holds one leaf while reading, and the tensors of one file while writing.
 """
 
 import os
@@ -13,7 +13,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from digen_jax.checkpoints.quantization import LARGEST, SCALE, quantize, stored_shapes
 
 Tree = Mapping[str, Any]
 Path = tuple[str, ...]
@@ -133,36 +135,57 @@ def read_tree(
     ignore: Sequence[str] = (),
     config: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Reads parameters from opened tensors; see `read_params`, and `check_tensors` for `config`."""
+    """Reads parameters from opened tensors; see `read_params`, and `check_tensors` for `config`.
+
+    If `dtype` is int8 or float8, kernels of linear layers are quantized, one tensor at a time.
+    """
     check_tensors(tensors, template, lists, ignore, config)
-    leaves = flatten_dict(template)
+    leaves = flatten_dict(template if dtype is None else stored_shapes(template, dtype))
     if shardings is None:
         shardings = SingleDeviceSharding(jax.local_devices()[0])
     shardings = flatten_dict(jax.tree.broadcast(shardings, unflatten_dict(leaves)))
 
-    def read(path: Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        """Reads the local shards of a leaf from one tensor, or from one per layer."""
-        names, scanned = tensor_names(path, lists), is_scanned(path, lists)
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        target = jnp.dtype(dtype if dtype is not None and floating else leaf.dtype)
-        shards: dict[str, np.ndarray] = {}
+    found: dict[Path, jax.Array] = {}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+    def read(path: Path, leaf: jax.ShapeDtypeStruct) -> None:
+        """Reads the local shards of a leaf, and of its scale if any, from one tensor, or from one per layer."""
+        names, scanned = tensor_names(path, lists), is_scanned(path, lists)
+        shards: dict[str, tuple[np.ndarray, ...]] = {}
+
+        def part(index: tuple[slice, ...]) -> tuple[np.ndarray, ...]:
+            """Returns part of the leaf; of a quantized kernel, also of its scale."""
             # JAX calls this once per device; devices with the same shard share it.
             if (key := str(index)) not in shards:
                 inner = index[1:] if scanned else index
                 axes = file_axes(path[-1], len(inner))
                 cut, back = tuple(inner[axis] for axis in axes), np.argsort(axes)
-                layers = []
+                layers: list[tuple[np.ndarray, ...]] = []
                 for name in names[index[0]] if scanned else names:
                     array = _finite(tensors[name], name, np.asarray(tensors[name].read(cut)))
-                    layers.append(array.transpose(back).astype(target, copy=False))
-                shards[key] = np.stack(layers) if scanned else layers[0]
+                    array = array.transpose(back)
+                    if leaf.dtype in LARGEST:
+                        layers.append(quantize(array, leaf.dtype))
+                    else:
+                        layers.append((array.astype(leaf.dtype, copy=False),))
+                stacked = zip(*layers, strict=True)
+                shards[key] = tuple(map(np.stack, stacked)) if scanned else layers[0]
             return shards[key]
 
-        return jax.make_array_from_callback(leaf.shape, shardings[path], cast(Any, part))
+        def make(path: Path, shard: Callable[[Any], np.ndarray]) -> None:
+            arguments: Any = leaves[path].shape, shardings[path], shard
+            found[path] = jax.make_array_from_callback(*arguments)
 
-    return unflatten_dict({path: read(path, leaf) for path, leaf in leaves.items()})
+        if leaf.dtype in LARGEST:
+            every = slice(None)  # all inputs
+            make(path, lambda i: part((*i[:-2], every, i[-1]))[0][..., i[-2], :])
+            make((*path[:-1], SCALE), lambda i: part((*i[:-1], every, i[-1]))[1])
+        else:
+            make(path, lambda index: part(index)[0])
+
+    for path, leaf in leaves.items():
+        if path[-1] != SCALE:
+            read(path, leaf)
+    return unflatten_dict(found)
 
 
 def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.losses import choose_old_log_probs
+from digen_jax.checkpoints.quantization import LARGEST
 from digen_jax.config.fields import flat
 from digen_jax.config.train_config import TrainConfig, algorithm_class
 from digen_jax.diffusion.noising import ScheduleTimes
@@ -87,6 +88,7 @@ def check_rules(config: TrainConfig) -> None:
             _check_average,
             _check_source,
             _check_lora_start,
+            _check_quantized,
             _check_watched_reward,
             _check_advantages,
             _check_sampler,
@@ -233,6 +235,15 @@ def _check_lora_start(config: TrainConfig) -> None:
         raise ConfigError(
             f"config.lora.path = {config.lora.path!r} needs config.lora.rank, config.lora.alpha and "
             "config.lora.targets: set them to that LoRA's"
+        )
+
+
+def _check_quantized(config: TrainConfig) -> None:
+    """Refuses quantized weights without a LoRA, whose gradients would be lost."""
+    if config.precision.stored in LARGEST and not config.lora.rank:
+        raise ConfigError(
+            f"config.precision.frozen = {config.precision.frozen!r} quantizes weights below a LoRA, but "
+            "config.lora.rank = 0 trains them: set config.lora.rank, or config.precision.frozen to 'bfloat16'"
         )
 
 

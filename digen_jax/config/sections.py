@@ -30,6 +30,7 @@ from digen_jax.process.job import MOST_CPU_DEVICES
 Side = Annotated[int, Range(1, LARGEST_SIDE)]  # in pixels
 OptionalSide = Annotated[int, Range(0, LARGEST_SIDE)]
 DType = Literal["float32", "bfloat16"]
+Frozen = Literal[DType, "int8", "float8"]
 Mode = Literal["given", "fitted", "auto"]  # see `PlacementSection.mode`
 GIVEN, FITTED, AUTO = get_args(Mode)
 Encoding = Literal["auto", "precomputed", "each_step"]  # see `PromptsSection.encoding`
@@ -86,8 +87,9 @@ class PrecisionSection:
 
     arithmetic: DType = "float32"  # compute dtype of the networks, in training and sampling
     # dtype of parameters that are never trained: text encoders, autoencoder, base weights under a LoRA, reference
-    # policy of the KL
-    frozen: DType = "float32"
+    # policy of the KL; "int8" and "float8", only with a LoRA, quantize kernels of linear layers of transformers and
+    # text encoders, with a scale per output channel, and store the others in bfloat16
+    frozen: Frozen = "float32"
     # dtype of the weights sent to samplers, and of their compute; "" means that both are as in training
     rollout: Literal["", DType] = ""
     # dtype of stored transitions; the sampler continues from the rounded latents, so every step is rounded
@@ -97,6 +99,11 @@ class PrecisionSection:
     def exact_ratios(self) -> bool:
         """Whether sampler and trainer both compute in float32, so that stored log-probabilities equal the trainer's."""
         return {self.arithmetic, self.rollout or self.arithmetic} == {"float32"}
+
+    @property
+    def stored(self) -> np.dtype:
+        """Type of frozen parameters; int8 and float8 are only of kernels (see `quantization.stored_shapes`)."""
+        return jnp.dtype("float8_e4m3fn" if self.frozen == "float8" else self.frozen)
 
     @property
     def sent(self) -> np.dtype | None:

@@ -12,16 +12,18 @@ internally.
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints.lora import RANK
+from digen_jax.checkpoints.quantization import LARGEST, OTHERS, stored_shapes
 from digen_jax.checkpoints.tensors import LAYERS, is_scanned
 from digen_jax.diffusion.steps import Ode
 from digen_jax.files import fields_of
@@ -252,10 +254,27 @@ class Family(Protocol):
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
     ) -> Params:
-        """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
+        """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`.
+
+        Their shapes and dtypes are `stored_shapes` of the component in `dtype`, so int8 and float8 quantize.
+        """
 
     def check(self, folder: pathlib.Path, part: str) -> None:
         """Raises ValueError if a component's weights are incomplete or do not fit; reads only headers."""
+
+
+def frozen_dtype(family: Family, part: str, dtype: Any) -> Any:
+    """Returns the dtype of a frozen component in a run that stores frozen parameters in `dtype`.
+
+    The autoencoder is not quantized: nearly all of its weights are convolutions.
+    """
+    return OTHERS if jnp.dtype(dtype) in LARGEST and part in family.decoders else dtype
+
+
+def frozen_shapes(family: Family, parts: Iterable[str], dtype: Any) -> Params:
+    """Returns the shapes of frozen components as they are stored in a run; see `frozen_dtype`."""
+    shapes = family.shapes()
+    return {part: stored_shapes(shapes[part], frozen_dtype(family, part, dtype)) for part in parts}
 
 
 def negative_of(family: Any, record: Record) -> str:

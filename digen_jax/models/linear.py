@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from digen_jax.attention.kernels import SEQUENCE, TENSOR, current
 from digen_jax.checkpoints.lora import is_adapted, lora_scale
+from digen_jax.checkpoints.quantization import has_scale
 
 # TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single pass with 7 bits:
 # that rounding changes an importance ratio by more than typical clip ranges.
@@ -133,7 +134,9 @@ def of_one_input(
     There the low-rank terms of all layers become extra channels of the tokens and extra rows of the layers' kernels.
     """
     scale = lora_scale()
-    if scale is None or current().platform != "tpu" or not all(map(is_adapted, layers)):
+    # Of quantized kernels, the dequantized ones would be kept for the backward pass.
+    separate = not all(map(is_adapted, layers)) or any(map(has_scale, layers))
+    if scale is None or current().platform != "tpu" or separate:
         return [layer(x) for layer in layers]
     (dtype,) = {layer.dtype for layer in layers}
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
+from digen_jax.checkpoints.quantization import quantized_layers
 from digen_jax.errors import user_input
 from digen_jax.images import black_image, image_hash, source_images
 from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
@@ -185,5 +186,6 @@ def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any
         return jnp.pad(array, [(0, -prompts % group.images), *free], mode="edge")
 
     encode = functools.partial(family.encode, frozen)
-    done = chunked_map(encode, jax.tree.map(pad, tokens), family.encoded_prompts, group)
+    with quantized_layers():
+        done = chunked_map(encode, jax.tree.map(pad, tokens), family.encoded_prompts, group)
     return jax.tree.map(lambda c: c[:prompts], done)

@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Shaped
 
 from digen_jax.attention.kernels import SEQUENCE, TENSOR, on_mesh
 from digen_jax.checkpoints.lora import factor_axes
+from digen_jax.checkpoints.quantization import scale_axes
 from digen_jax.checkpoints.tensors import LAYERS
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Params
@@ -151,9 +152,9 @@ class ShardingRules:
 
     @classmethod
     def of(cls, rules: Rules, axes: Params) -> "ShardingRules":
-        """Creates the layout from a family's `axes()`, including the LoRA factors that parameters may get."""
+        """Creates the layout from a family's `axes()`, including the LoRA factors and scales that kernels may get."""
         named = flatten_dict(axes)
-        named |= factor_axes(named)
+        named |= factor_axes(named) | scale_axes(named)
         return cls(tuple(rules), {"/".join(path): names for path, names in named.items()})
 
     def check(self) -> None:

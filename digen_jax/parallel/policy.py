@@ -10,6 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from digen_jax.checkpoints.lora import LoraConfig, lora_init, lora_layers, merge
+from digen_jax.checkpoints.quantization import quantized_layers
 from digen_jax.diffusion.sampling import Velocity
 from digen_jax.models.family import Family
 
@@ -41,10 +42,10 @@ class Policy:
     """Velocity of a family as a function of the tuned parameters.
 
     `split` divides the trees of the family's trained components once, into `tuned` and `base`, both by component.
-    With LoRA, `tuned` contains the factors and `base` the full components, so the reference is the same tree
-    without the factors and needs no second copy. With full fine-tuning, `tuned` contains the components without
-    the leaves that the family never trains; `base` contains those leaves or, if a reference is needed, the full
-    initial components.
+    With LoRA, `tuned` contains the factors and `base` the full components, which may be quantized, so the reference is
+    the same tree without the factors and needs no second copy. With full fine-tuning, `tuned` contains the components
+    without the leaves that the family never trains; `base` contains those leaves or, if a reference is needed, the
+    full initial components.
 
     Attributes:
       guidance_2: Guidance of experts after the first. 0 means `guidance`.
@@ -195,6 +196,7 @@ class Policy:
         first, own = self.family.trained[0], self.family.trained[self.expert]
         variables = variables | {first: variables[own]}
 
+        @quantized_layers()  # inside of the LoRA's context, which adds to their results
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
             if scale <= 1:
                 return self.family.velocity(variables, x, sigma, conditioning, embedded)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.checkpoints.quantization import is_quantized
 from digen_jax.diffusion.sampling import Transitions
 from digen_jax.parallel.accumulate import FinalImages, SharedInputs, TrainBatch
 from digen_jax.parallel.mesh import put, with_shardings
@@ -165,8 +166,12 @@ def sharded_shapes(tree: Any, group: DeviceGroup) -> Any:
 
 
 def shapes_in_dtype(tree: Any, dtype: Any) -> Any:
-    """Returns shapes of the same parameters in another dtype."""
-    return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
+    """Returns shapes of the same parameters in another dtype; quantized kernels keep theirs."""
+
+    def changed(path: tuple, leaf: Any) -> Any:
+        return leaf if is_quantized(path, leaf) else leaf.update(dtype=dtype)
+
+    return jax.tree.map_with_path(changed, tree)
 
 
 def resharded(tree: Any, shardings: Any) -> Any:
@@ -186,8 +191,12 @@ def _needs_program(leaves: list[Any], wanted: list[Any]) -> bool:
 
 @functools.partial(jax.jit, static_argnums=1)
 def cast(tree: Any, dtype: Any) -> Any:
-    """Casts parameters to another dtype."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    """Casts parameters to another dtype, except quantized kernels."""
+
+    def changed(path: tuple, leaf: Array) -> Array:
+        return leaf if is_quantized(path, leaf) else leaf.astype(dtype)
+
+    return jax.tree.map_with_path(changed, tree)
 
 
 def _same(tree: Any) -> Any:

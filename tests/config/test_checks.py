@@ -70,6 +70,8 @@ def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
     ("fields", "names"),
     [
         (dict(lora__path="tuned"), "lora.path lora.rank lora.alpha lora.targets"),
+        (dict(precision__frozen="int8"), "precision.frozen lora.rank"),
+        (dict(precision__frozen="float8"), "precision.frozen lora.rank"),
         (dict(trainer__pack=5), "trainer.pack sampler.window"),
         (
             dict(placement__trainer=dict(data=1, fsdp=1, time=2)),

@@ -8,23 +8,26 @@ import json
 import shutil
 
 import diffusers
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
 from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, write_params
 from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init
 from digen_jax.checkpoints.lora_files import FILE, read_lora, write_lora
+from digen_jax.checkpoints.quantization import SCALE, quantized_layers
 from digen_jax.checkpoints.tensors import tensor_names
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline
 from digen_jax.files import read_json
 from digen_jax.inference.model import all_devices
-from digen_jax.models.family import Size
+from digen_jax.models.family import Size, frozen_shapes
 from digen_jax.models.pipeline_family import tokenizer_of
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights, steps_of_experts
@@ -478,3 +481,28 @@ def test_chats_must_fit_the_text_encoders_sliding_window(spec, copy, more):
     assert str(caught.value).startswith(f"{path}: ")
     assert f"max_sequence_length to {spec.tokens - 1} " in str(caught.value)
     load_family(copy, max_sequence_length=spec.tokens - 1)
+
+
+@pytest.mark.parametrize("spec", quick([(spec,) for spec in ALL_PIPELINES.values()], 1))
+def test_every_quantized_kernel_is_that_of_a_linear_layer(base, spec):
+    """A layer without `nn.Dense` would take the quantized numbers for its weights."""
+    folder = spec.folder(base, spec.kinds[0])
+    family = load_family(folder, max_sequence_length=spec.tokens)
+    parts = {*family.trained, *family.encoders}
+    shapes, called = frozen_shapes(family, parts, "int8"), set()
+
+    def note(call, args, kwargs, context):
+        called.update([context.module.path] * isinstance(context.module, nn.Dense))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note), quantized_layers():
+        prompts = jax.eval_shape(family.encode, shapes, family.tokenize(said(*PROMPTS)))
+        x = jax.ShapeDtypeStruct((3, *family.latent_shape(spec.size)), jnp.float32)
+        embedded = 1.0 if family.guidance in ("embedded", "both") else None
+        variables = {part: {"params": shapes[part]} for part in family.trained}
+        sigma = jnp.ones(3)
+        velocity = jax.eval_shape(family.velocity, variables, x, sigma, prompts, embedded)
+    assert velocity.shape == x.shape
+    for part in parts:
+        kernels = {path[:-1] for path in flatten_dict(shapes[part]) if path[-1] == SCALE}
+        assert kernels and kernels <= called

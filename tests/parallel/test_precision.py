@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from digen_jax.checkpoints.quantization import SCALE, quantize
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.policy import jit_as_written
 from digen_jax.parallel.system import SampledImages
@@ -27,6 +29,10 @@ def built(base, tuning, **precision):
     c = tiny_config(base, tuning, "one device")
     c.precision = precision
     return system_of(c)
+
+
+def described(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
 def types(tree):
@@ -175,3 +181,99 @@ def test_rounding_is_seen_in_the_ratios_and_clips_nothing():
     _, (found,), _ = toy.drive(toy.system(c), c, 1)
     # Without rounding the deviation of a first update is below 1e-5: see runtime/test_driver.py.
     assert found["ratio_deviation"] > 3e-4 and found["clip_fraction"] == 0
+
+
+# -------------------------------------------------------------------------------- quantized weights
+
+
+class Quantized(toy.ToyFamily):
+    """The transformer has quantized kernels, or dequantized ones."""
+
+    dtype, wide = jnp.dtype("int8"), False
+
+    def params(self):
+        params = super().params()
+        kernels = flatten_dict(params["transformer"])
+        for path in [path for path in kernels if path[-1] == "kernel"]:
+            q, scale = quantize(kernels[path], self.dtype)
+            quantized = {path: q, (*path[:-1], SCALE): scale}
+            kernels |= {path: q * scale} if self.wide else quantized
+        return params | {"transformer": unflatten_dict(kernels)}
+
+
+class Dequantized(Quantized):
+    wide = True
+
+
+def test_samples_and_gradient_are_those_of_dequantized_weights():
+    """On meshes that split kernels, with a LoRA that has moved, and a KL to the weights without it."""
+    layout = toy.meshes((1, 2), (2, 2))
+    c = toy.config(**layout, **LORA, algorithm__kl_coefficient=0.1)
+    found = []
+    for family in (Quantized(), Dequantized()):
+        system = toy.system(c, family=family)
+        held = jax.device_get((system.base, system.rollouts[0].base))
+        jax.tree.map(np.testing.assert_array_equal, *held)
+        tuned = toy.moved(system.start)
+        prompts, (chunk,) = toy.rollout(system, c, tuned)
+        batch = toy.receive(system, prompts, chunk, ADVANTAGES)
+        totals = system.trainer.accumulate(system.trainer.init(tuned), system.base, batch, None)
+        sums = {name: float(value / totals.sums["weight"]) for name, value in totals.sums.items()}
+        found.append((system, jax.device_get(chunk.samples), toy.mean(totals), sums))
+    (system, samples, gradient, sums), (_, expected, of_wide, expected_sums) = found
+    kernel = system.base["transformer"]["inside"]["kernel"]
+    assert kernel.dtype == Quantized.dtype and not kernel.sharding.is_fully_replicated
+    np.testing.assert_allclose(samples.x, expected.x, atol=1e-5)
+    assert toy.difference(gradient, of_wide) < 1e-4
+    assert sums["ratio_deviation"] < 1e-5 < 1e-3 < sums["kl"]
+    assert sums["kl"] == pytest.approx(expected_sums["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_quantized_weights_are_never_cast(dtype):
+    """Neither for samplers in another dtype, nor on another mesh."""
+    c = toy.config(**toy.meshes((1, 2), (2, 2)), **LORA, precision__rollout=dtype)
+    system = toy.system(c, family=Quantized())
+    base, sent = (tree["transformer"]["text"] for tree in (system.base, system.rollouts[0].base))
+    for name, leaf in base.items():
+        kept = leaf.dtype if name != "bias" else jnp.dtype(dtype)
+        assert sent[name].dtype == kept
+        np.testing.assert_array_equal(sent[name], leaf.astype(kept))
+    assert base["kernel"].dtype == Quantized.dtype and base[SCALE].dtype == np.float32
+
+
+def test_a_models_text_encoders_are_quantized_and_its_autoencoder_is_not(base):
+    """Shapes that are planned with are those that are read."""
+    system = built(base, "lora", frozen="float8")
+    held = {"base": system.base, **system.rollouts[0].frozen}
+    float8 = jnp.dtype("float8_e4m3fn")
+    assert types(held.pop("vae")) == {HALF}
+    found = flatten_dict(held)
+    for path, leaf in found.items():
+        linear = path[-1] == "kernel" and leaf.ndim < 4
+        assert linear == (path[-1] == "kernel" and (*path[:-1], SCALE) in found)
+        expected = float8 if linear else np.float32 if path[-1] == SCALE else HALF
+        assert leaf.dtype == expected, path
+    c = tiny_config(base, "lora", "one device")
+    c.precision = dict(frozen="float8")
+    _, planned = outlined(c)
+    for one, other in zip(
+        (system.base, system.rollouts[0].frozen),
+        (planned.base, planned.rollouts[0].frozen),
+        strict=True,
+    ):
+        assert described(one) == described(other)
+
+    def wide(tree):
+        flat = flatten_dict(tree)
+        for *path, leaf in flat:
+            if leaf == "kernel" and (scale := flat.get((*path, SCALE))) is not None:
+                flat[*path, leaf] = flat[*path, leaf].astype(jnp.float32) * scale[..., None, :]
+        return unflatten_dict(flat)
+
+    family, prompts = system.policy.family, said("a photo of a star", "two rings")
+    found = system.sampler.encode(system.rollout_weights(system.start), prompts).conditioning
+    tokens = family.tokenize(prompts)
+    encoders = {part: wide(tree) for part, tree in held.items() if part != "base"}
+    for one, other in zip(found, jax.jit(family.encode)(encoders, tokens), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
