@@ -161,6 +161,21 @@ def longcat_weight(sigma: Float[Array, "n"], dt: Float[Array, "n"]) -> Float[Arr
     return jnp.where(forward, jnp.sqrt(jnp.where(forward, square, 1.0)), 0.0)
 
 
+def flash_weight(
+    sigma: Float[Array, "n"], dt: Float[Array, "n"], std: Float[Array, "n"]
+) -> Float[Array, "n"]:
+    """Returns 1 / (sqrt(-dt) / g + g sqrt(-dt) (1 - sigma) / (2 sigma)), Flash-GRPO's weight (arXiv 2605.15980).
+
+    g = std / sqrt(-dt) is the diffusion of the step's SDE. The denominator is the change of the step's mean, in stds,
+    per change of the velocity, which scales the gradient of the step's log-probability. Shredded-Pork/Flash-GRPO
+    (scripts/train_wanx2_1_flash.py, 4211013) has these numbers for its first 10 steps in a table, and divides them by
+    their mean over an update. The weight is 0 if dt is not negative (padding).
+    """
+    forward = dt < 0
+    change = -dt + std**2 * (1 - sigma) / jnp.where(forward, 2 * sigma, 1.0)
+    return jnp.where(forward, std / jnp.where(forward, change, 1.0), 0.0)
+
+
 def sequence_log_ratio(
     log_ratio: Float[Array, "n"],
     weight: Float[Array, "n"],

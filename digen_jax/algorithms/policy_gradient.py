@@ -27,6 +27,7 @@ from digen_jax.algorithms.losses import (
     decoupled_log_ratios,
     divergence_masked,
     dual_clipped,
+    flash_weight,
     gaussian_kl,
     guard_log_ratio,
     guard_loss_scale,
@@ -47,7 +48,9 @@ from digen_jax.errors import NonNegativeFloat, PositiveFloat, Range
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
 OF_TRAJECTORIES = ("sequence_mean", "sequence_sum")
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
-StepWeight = Literal["none", "longcat"]
+# "tempflow" (arXiv 2508.04324, equation 8): the std of the step, as in Shredded-Pork/TempFlow-GRPO
+# (scripts/train_sd3_pr.py, e66824e). "longcat", "flash": see `losses`.
+StepWeight = Literal["none", "longcat", "tempflow", "flash"]
 # "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's image code. "gaussian_dt": with it,
 # the true KL. "velocity": the mean squared difference of the velocities.
 Kl = Literal["gaussian", "gaussian_dt", "velocity"]
@@ -72,9 +75,12 @@ class PolicyGradient(Algorithm):
     ratio: Ratio = "plain"
     # surrogate objective: PPO clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
     surrogate: Surrogate = "clip"
-    # weight of a step's loss and, squared, of its KL: that of LongCat-Video, which makes gradients of all steps equally
-    # large
+    # weight of a step's loss: its std ("tempflow"), or a weight that makes gradients of all steps equally large, for
+    # any SDE ("flash") or for that of Flow-GRPO ("longcat", which also weights the KL, by its square)
     step_weight: StepWeight = "none"
+    # factor of `step_weight`; 1 / (mean weight of the trained steps) preserves the loss's scale, such as 2.25 in
+    # TempFlow-GRPO's code for Stable Diffusion 3.5 M
+    step_weight_scale: PositiveFloat = 1.0
     # "divergence": maximum KL to the old policy at which a sample is trained
     kl_threshold: PositiveFloat = 1e-5
     positive_weight: NonNegativeFloat = 1.0  # "topr": weight of images with positive advantages
@@ -183,6 +189,11 @@ class PolicyGradient(Algorithm):
                 f"dual_clip is {self.dual_clip}, but surrogate is {self.surrogate!r}, which has no "
                 "bound of that kind: set dual_clip to 0 or surrogate to 'clip'"
             )
+        if self.step_weight == "none" and self.step_weight_scale != 1:
+            raise ValueError(
+                f"step_weight_scale is {self.step_weight_scale}, but step_weight is 'none', so nothing is scaled: set "
+                "step_weight, or step_weight_scale to 1"
+            )
         if self.positive_weight == self.negative_weight == 0:
             raise ValueError(
                 "positive_weight and negative_weight are both 0; set one of them above 0"
@@ -194,12 +205,17 @@ class PolicyGradient(Algorithm):
             )
 
     def check_kind(self, kind: str) -> None:
-        """Raises ValueError for GRPO-Guard's ratio with cps, whose log-probabilities are not Gaussian."""
-        if self.ratio == "guard" and kind == "cps":
-            raise ValueError(
-                "ratio is 'guard', which is for Gaussian log-probabilities, but those of config.sampler.kind = "
-                "'cps' are not Gaussian: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
-            )
+        """Raises ValueError for settings that need Gaussian log-probabilities with cps, whose are not Gaussian."""
+        for name, gaussian, plain in (
+            ("ratio", ("guard",), "plain"),
+            ("step_weight", ("tempflow", "flash"), "none"),
+        ):
+            if kind == "cps" and getattr(self, name) in gaussian:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which is for Gaussian log-probabilities, but those of "
+                    "config.sampler.kind = 'cps' are not Gaussian: set config.sampler.kind to 'flow' or 'dance', or "
+                    f"{name} to {plain!r}"
+                )
 
     def check_early_training(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Checks that training before a group is complete is exact, with groups of `images` images.
@@ -316,7 +332,12 @@ class PolicyGradient(Algorithm):
         if self.ratio == "guard":
             loss = loss * guard_loss_scale(samples.dt)
         if self.step_weight == "longcat":
-            loss = loss * longcat_weight(samples.sigma, samples.dt)
+            loss = loss * (self.step_weight_scale * longcat_weight(samples.sigma, samples.dt))
+        elif self.step_weight != "none":
+            weight = required(samples.std, "std", self)
+            if self.step_weight == "flash":
+                weight = flash_weight(samples.sigma, samples.dt, weight)
+            loss = loss * (self.step_weight_scale * weight)
         return loss, distance, outside
 
     def _log_ratios(self, samples: Samples, weight: Array) -> tuple[Array, Array | float]:

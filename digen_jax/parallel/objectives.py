@@ -123,9 +123,9 @@ class TransitionObjective:
                 old, old_mean = jax.lax.stop_gradient((new.log_prob, new.mean))
         dt = t.sigma_next - t.sigma
         known = t.log_prob, micro.advantages, micro.weight, t.sigma, dt
-        samples = Samples(new.log_prob, old, *known)
+        samples = Samples(new.log_prob, old, *known, std=new.std)
         if self.algorithm.needs_means:
-            samples = samples._replace(mean=new.mean, old_mean=old_mean, std=new.std)
+            samples = samples._replace(mean=new.mean, old_mean=old_mean)
         return samples._replace(trajectory=micro.image)
 
     def _kl(self, new: Replay, base, shared, micro):

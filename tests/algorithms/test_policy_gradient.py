@@ -10,7 +10,10 @@ import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
 from digen_jax.algorithms.algorithm import Samples
+from digen_jax.algorithms.losses import flash_weight
 from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.steps import FlowSde, LinearSde
 from tests.algorithms.test_losses import close
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
@@ -107,6 +110,7 @@ def test_ratios_that_are_1_by_definition_or_not_bounded_have_no_spread(fields):
         ({"clip_high": 1e-8}, "clip_high"),
         ({"dual_clip": 0.5}, "dual_clip"),
         ({"dual_clip": 3.0, "surrogate": "topr"}, "dual_clip"),
+        ({"step_weight_scale": 2.25}, "step_weight_scale"),
         ({"positive_weight": 0.0, "negative_weight": 0.0}, "positive_weight"),
         ({"rejection_bound": 1e-8}, "rejection_bound"),
         ({"importance_cap": 0.5}, "importance_cap"),
@@ -144,6 +148,8 @@ def test_early_training_is_allowed_where_no_advantage_can_be_clipped():
     [
         ({"ratio": "guard"}, ["mean", "old_mean", "std"]),
         ({"kl_coefficient": 0.1}, ["kl"]),
+        ({"step_weight": "tempflow"}, ["std"]),
+        ({"step_weight": "flash"}, ["std"]),
         ({"importance_cap": 2.0}, ["behavior_log_prob"]),
         ({"ratio": "sequence_sum"}, ["trajectory"]),
     ],
@@ -220,32 +226,50 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
     assert float(sums["clip_fraction"]) > 0 and np.abs(advantages[:9]).max() > 1.5
 
 
-def test_longcats_weights_equal_a_float64_transcription_of_genrl():
-    """Policy's loss times sqrt(sigma / (1 - sigma)) / sqrt(-dt), KL times its square; padding has no weight.
+def authors_weight(name, sigma, dt, g):
+    """(weight of the policy's loss, of the KL) in float64, as in the authors' code."""
+    root = math.sqrt(-dt)
+    match name:
+        case "longcat":
+            scale = math.sqrt(sigma / (1 - (0.9 if sigma > 0.95 else sigma))) / root
+            return scale, scale**2
+        case "tempflow":
+            return 2.25 * g * root, 1.0
+        case "flash":
+            return 2.25 / (root / g + (g * root * (1 - sigma)) / (2 * sigma)), 1.0
 
-    The first sigma of 1 takes 1 - 0.9 of the next, as that of the current UniPC, 1 - 1e-6.
+
+@pytest.mark.parametrize("name", ["longcat", "tempflow", "flash"])
+def test_step_weights_equal_a_float64_transcription_of_the_authors(name):
+    """The policy's loss times the weight of its step, LongCat's KL times its square; padding has no weight.
+
+    LongCat's first sigma of 1 takes 1 - 0.9 of the next, as that of the current UniPC, 1 - 1e-6.
     """
     rng = np.random.default_rng(4)
     sigma = np.float32([1.0, 1 - 1e-6, 0.9, 0.9, 0.4, 0.0])
     dt = np.float32([-0.1, -0.1, -0.3, -0.3, -0.4, 0.0])
+    std = np.float32([0.3, 0.2, 0.5, 0.1, 0.4, 0.0])
     old, advantages = rng.normal(size=(2, 6)) * [[0.4], [1.5]]
     log_prob, kl, weight = old + 0.1 * rng.normal(size=6), rng.random(6), np.array([1.0] * 5 + [0])
-    settings = PolicyGradient(clip_range=0.05, kl_coefficient=0.3, step_weight="longcat")
+    settings = PolicyGradient(clip_range=0.05, kl_coefficient=0.3, step_weight=name)
+    if name != "longcat":
+        settings = dataclasses.replace(settings, step_weight_scale=2.25)
+    settings.check()
 
     def transcription(log_prob, kl):
         total = 0.0
         for i in range(5):
-            left = 1 - (0.9 if sigma[i] > 0.95 else float(sigma[i]))
-            scale = math.sqrt(float(sigma[i]) / left) / math.sqrt(-float(dt[i]))
+            g = float(std[i]) / math.sqrt(-float(dt[i]))
+            scale, of_kl = authors_weight(name, float(sigma[i]), float(dt[i]), g)
             ratio = math.exp(log_prob[i] - old[i])
             bounded = min(max(ratio, 0.95), 1.05)
             policy = max(-advantages[i] * ratio, -advantages[i] * bounded)
-            total += scale * policy + 0.3 * kl[i] * scale**2
+            total += scale * policy + 0.3 * kl[i] * of_kl
         return total
 
     def loss(log_prob, kl):
         f32 = [jnp.asarray(a, jnp.float32) for a in (old, old, advantages, weight, sigma, dt)]
-        return settings.loss(Samples(log_prob, *f32, kl=kl))[0]
+        return settings.loss(Samples(log_prob, *f32, std=jnp.asarray(std), kl=kl))[0]
 
     f32 = jnp.asarray(log_prob, jnp.float32), jnp.asarray(kl, jnp.float32)
     value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*f32)
@@ -259,3 +283,24 @@ def test_longcats_weights_equal_a_float64_transcription_of_genrl():
             ]
             slope = (transcription(*ends[0]) - transcription(*ends[1])) / (2 * h)
             assert float(gradient[i]) == pytest.approx(slope, rel=1e-4, abs=1e-5)
+
+
+def test_step_weights_equal_published_numbers():
+    """The table of Flash-GRPO's code for Wan 2.1, and the factor of TempFlow-GRPO's for Stable Diffusion 3.5 M.
+
+    Flash-GRPO's sigmas are those of UniPC in diffusers 0.33.
+    """
+    published = [7.4770, 7.0414, 6.6112, 6.1867, 5.7682, 5.3559, 4.9502, 4.5513, 4.1596, 3.7754]
+    sigmas = np.linspace(0.999, 0, 21)
+    sigmas = np.float32(3 * sigmas / (1 + 2 * sigmas))
+    std = stds(LinearSde(1.0), sigmas)
+    found = flash_weight(jnp.asarray(sigmas[:-1]), jnp.diff(sigmas), std)
+    np.testing.assert_allclose(found[:10], published, rtol=1e-4)
+
+    std = stds(FlowSde(0.7), make_sigmas(SchedulerConfig(shift=3.0), 10))
+    assert 1 / np.mean(std[:9]) == pytest.approx(2.25, abs=0.005)
+
+
+def stds(step, sigmas):
+    x = jnp.zeros((len(sigmas) - 1, 1))
+    return step.mean_std(x, x, sigmas[:-1], sigmas[1:], sigmas[1])[1]

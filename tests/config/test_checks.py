@@ -238,6 +238,7 @@ def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
         (EARLY | dict(algorithm__surrogate="topr"), "algorithm.surrogate"),
         (EARLY | dict(algorithm__ratio="guard", sampler__kind="flow"), "algorithm.ratio"),
         (EARLY | dict(algorithm__step_weight="longcat"), "algorithm.step_weight"),
+        (dict(algorithm__step_weight="flash"), "algorithm.step_weight sampler.kind"),
         (EARLY | dict(advantages__ddof=1), "advantages.ddof"),
         (EARLY | dict(advantages__drop_zero_std=True), "advantages.drop_zero_std"),
         (dict(trainer__updates=5), "trainer.updates batch.groups"),

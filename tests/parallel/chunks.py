@@ -110,7 +110,7 @@ class Policy:
             return network.apply({"params": params}, x[None], sigma[None], context, pooled)[0]
 
         self.velocity = v(*null) + GUIDANCE * (v(*prompt) - v(*null))
-        self.dt = sigma_next - sigma
+        self.sigma, self.dt = sigma, sigma_next - sigma
         self.g = NOISE * jnp.sqrt(sigma / (1 - jnp.where(sigma == 1, sigma_max, sigma)))
         if capped:
             self.g = jnp.minimum(self.g, 0.45 / jnp.sqrt(-self.dt))

@@ -163,6 +163,13 @@ def decoupled(a, new, old, noise, dt):
     return -jax.lax.stop_gradient(w) * a * r
 
 
+def flash(a, new, old, noise, dt):
+    """Flash-GRPO's weight of a step, with its g = noise / sqrt(-dt)."""
+    root = jnp.sqrt(-dt)
+    weight = 1 / (root / new.g + (new.g * root * (1 - new.sigma)) / (2 * new.sigma))
+    return 0.5 * weight * flow_grpo(a, new, old, noise, dt)
+
+
 METHODS = {
     "guard": (guard, dict(ratio="guard")),
     "cispo, velocity kl": (cispo, dict(surrogate="cispo", kl="velocity")),
@@ -173,6 +180,7 @@ METHODS = {
     ),
     "rejection": (flow_grpo, dict(rejection_bound=BOUND)),
     "decoupled": (decoupled, dict(importance_cap=1.004)),
+    "flash": (flash, dict(step_weight="flash", step_weight_scale=0.5)),
     "capped noise": (flow_grpo, dict(kind="flow_capped")),
 }
 
