@@ -97,7 +97,8 @@ def main() -> None:
     model = model._replace(family=edited(model.family, records, size=size))
     report_odd_prompts([prompts], model.family.is_truncated, known_words(model.family))
     samplers = list(map(model.sampler, options))
-    found = _evaluated(model, samplers, records, rewards)
+    animation = _SAMPLING.animation(size.height, size.width)
+    found = _evaluated(model, samplers, records, rewards, animation)
     label = ", ".join(rewards.names)
     if _OUTPUT.value:
         _write(found, prompts, (label, rewards.weights), samplers[0])
@@ -117,7 +118,11 @@ def _check_options() -> None:
 
 
 def _evaluated(
-    model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
+    model: Any,
+    samplers: Sequence[Any],
+    records: list[dict[str, Any]],
+    rewards: Any,
+    animation: str,
 ) -> dict[str, Any]:
     """Returns the scores by task for each sampler's guidance; writes images if --image_folder is given."""
     from digen_jax.inference.sampling import evaluate, evaluation_to_folder
@@ -132,7 +137,8 @@ def _evaluated(
         if _IMAGE_FOLDER.value:
             folder = pathlib.Path(_IMAGE_FOLDER.value, head.replace(" ", "_"))
             with prefix_errors("--image_folder: ", (OSError,)):
-                evaluation_to_folder(evaluation, folder, _SAMPLING.fps.value or model.fps)
+                fps = _SAMPLING.fps.value or model.fps
+                evaluation_to_folder(evaluation, folder, fps, animation)
     return found
 
 

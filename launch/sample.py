@@ -53,18 +53,11 @@ _SEED = flags.DEFINE_integer(
 _GUIDANCE = flags.DEFINE_float(
     "guidance", None, "Guidance scale; 1 or less means none; default: of the run or the model."
 )
-_FORMAT = flags.DEFINE_enum(
-    "format",
-    None,
-    ["mp4", "webp", "gif"],
-    "File format of clips; default: mp4, or webp if PyAV is not installed.",
-)
 flags.mark_flag_as_required("output")
 
 
 def main() -> None:
     """Reads the prompts and the model, and samples."""
-    from digen_jax.logging.images import check_animation
     from digen_jax.process.job import prepare
 
     if _GUIDANCE.value is not None:
@@ -75,8 +68,6 @@ def main() -> None:
     source = _source()
     records = _read_records()
     check_positive("--images", _COUNT.value)
-    with prefix_errors("--format: "):  # before weights are read; the defaults of models are even
-        check_animation(_FORMAT.value, _SAMPLING.height.value or 2, _SAMPLING.width.value or 2)
     prepare()
 
     from digen_jax.inference.model import edited
@@ -96,8 +87,7 @@ def main() -> None:
     size = model.sampler(options).settings.size
     model = model._replace(family=edited(model.family, records, source, size))
     sampler = model.sampler(options)
-    with prefix_errors("--format: "):
-        animation = check_animation(_FORMAT.value, size.height, size.width)
+    animation = _SAMPLING.animation(size.height, size.width)
     output = pathlib.Path(_OUTPUT.value)
     _report_odd_texts(model.family)
     with prefix_errors("--output: ", (OSError,)):

@@ -34,6 +34,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ((*EVALUATE, "--pictures=IMAGES"), "--pictures is not an option; it is --image_folder now"),
         ((*EVALUATE, "--output=FOLDER"), "--output = 'FOLDER' is a folder already"),
         ((*EVALUATE, "--guidance=1,inf"), "--guidance must be"),
+        ((*EVALUATE, "--format=mp4", "--width=33"), "--format: H.264 needs"),
         (EVALUATE[:2], "a pipeline has no prompts and rewards: set --prompts and --reward"),
         ((*EVALUATE, "--reward_weights=1,2"), "--reward_weights=1,2 must be 1 numbers"),
         ((*SERVER, "--memory=5"), "--memory=5 must"),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from digen_jax.config.command_line import define_path
-from digen_jax.errors import LARGEST_SIDE, LONGEST, check_positive, check_range
+from digen_jax.errors import LARGEST_SIDE, LONGEST, check_positive, check_range, prefix_errors
 
 if TYPE_CHECKING:  # a script imports JAX after the checks of its options
     from digen_jax.inference.model import Model, SamplingOptions
@@ -40,6 +40,12 @@ class SamplingFlags:
         self.frames = integer("frames", f"Frames of a clip; {default}", LONGEST)
         rate = "Frames per second of clips; default: images.fps of the run, or 16."
         self.fps = integer("fps", rate, 120)
+        self.format = flags.DEFINE_enum(
+            "format",
+            None,
+            ["mp4", "webp", "gif"],
+            "File format of clips; default: mp4, or webp if PyAV is not installed.",
+        )
         self.batch = flags.DEFINE_integer("batch", batch, "Images per call of the sampler.")
         self.dtype = flags.DEFINE_enum(
             "dtype", None, ["float32", "bfloat16"], "Compute dtype of the network."
@@ -47,11 +53,20 @@ class SamplingFlags:
         flags.mark_flag_as_required("model")
 
     def check(self) -> None:
-        """Raises ConfigError if a number is out of range."""
+        """Raises ConfigError if a number is out of range, or the file format of clips is not possible."""
         for flag in (self.guidance_2, self.true_cfg_scale):
             if flag.value is not None:
                 check_range(f"--{flag.name}", flag.value, 0, 1000)
         check_positive("--batch", self.batch.value)
+        # Before weights are read; the defaults of models are even.
+        self.animation(self.height.value or 2, self.width.value or 2)
+
+    def animation(self, height: int, width: int) -> str:
+        """Returns the file format of clips. Raises ConfigError if it is not possible."""
+        from digen_jax.logging.images import check_animation
+
+        with prefix_errors("--format: "):
+            return check_animation(self.format.value, height, width)
 
     def options(self, guidance: float | None) -> "SamplingOptions":
         """Returns the options of a sampler with a guidance scale."""

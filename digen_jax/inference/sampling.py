@@ -100,13 +100,15 @@ def sample_to_folder(
     _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
 
 
-def evaluation_to_folder(found: Evaluation, output: pathlib.Path, fps: int = FPS) -> None:
-    """Writes evaluation images as PNGs named by score, animations of clips, and `grid.png`."""
+def evaluation_to_folder(
+    found: Evaluation, output: pathlib.Path, fps: int = FPS, animation: str = "webp"
+) -> None:
+    """Writes evaluation images as PNGs named by score, videos of clips, and `grid.png` (see `sample_to_folder`)."""
     output.mkdir(parents=True, exist_ok=True)
     prompts = [record["prompt"] for record in found.records]
     for number, (clip, prompt) in enumerate(zip(found.clips, prompts, strict=True)):
         name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
-        _save_clip(output / name, clip, fps, "webp")
+        _save_clip(output / name, clip, fps, animation)
     shown = slice(LARGEST_GRID)
     _grid(middle_frames(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
 

@@ -100,6 +100,10 @@ def test_clips_have_an_animation_next_to_the_grid_of_middle_frames(tmp_path, fra
         assert clip.n_frames == frames and clip.size == (8, 8)
         clip.load()
         assert clip.info["duration"] == 100
+        evaluation_to_folder(found, tmp_path / "videos", 20, "mp4")
+        with av.open(str(tmp_path / "videos" / "00001_1.000_b.mp4")) as file:
+            assert file.streams.video[0].average_rate == 20
+            assert len(list(file.decode(video=0))) == frames
 
 
 @pytest.mark.parametrize("animation", ANIMATIONS)
