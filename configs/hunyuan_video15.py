@@ -20,14 +20,17 @@ Sources, in github.com/Tencent-Hunyuan/UniRL:
   networks; shift 5, as in the published folder; bfloat16; rematerialized blocks; seed 42
 - unirl/sde/kernels.py (4154868): Flow-GRPO's SDE, in which the second sigma replaces a sigma of 1
 - unirl/models/hunyuan_video15/vae.py (500c7d1): float32 autoencoder
+- unirl/types/rollout_resp.py (4a9e013, `compute_advantages`; the same at 0cbc038): the mean of the group is subtracted
+  and the result divided by the sample std of all clips; unirl/algorithms/flowgrpo.py (a1f8596): no clip of advantages
 
 Our choices: evaluation, number of training steps, sample clips, checkpoints, and all placements: each GPU has all
-parameters. Not looked up in the source, so ours: the std of all clips is a population's, and 1e-4 is added.
+parameters.
 
 Differences from the source, in addition to those of all recipes (docs/evidence.md):
 - the source draws the 8 steps with noise once for all clips of a step, and the ninth has none; here all 9 have noise,
   and each clip trains 8 of them;
-- it stores trajectories in bfloat16, here in float32.
+- it stores trajectories in bfloat16, here in float32;
+- it adds 1e-8 to the std, here 1e-4 is added.
 """
 
 from ml_collections import ConfigDict
@@ -60,7 +63,7 @@ def recipe(n: int) -> dict:
         ),
         # The source's loss does not clip advantages.
         algorithm=dict(clip_range=1e-4, adv_clip=1000.0),
-        advantages=dict(std="global"),
+        advantages=dict(std="global", ddof=1),
         lora=dict(rank=64, alpha=64.0),
         trainer=dict(
             micro_batch=n, updates=2, learning_rate=1e-5, weight_decay=1e-4, clip_norm=1.0

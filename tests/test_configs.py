@@ -254,7 +254,7 @@ OF_HUNYUAN15 = {BATCH: (48, 24, 2), WINDOW: (16, 8, (0,)), SDE: ("flow", 0.25, F
 OF_HUNYUAN15 |= {SIZES: (Size(480, 480, 5),) * 2, "sampler.guidance sampler.window.length": (1, 9)}
 OF_HUNYUAN15 |= {"algorithm.clip_range algorithm.kl_coefficient": (1e-4, 0), "seed": 42}
 OF_HUNYUAN15 |= {OPTIMIZER: (1e-5, 1e-4, 1), "trainer.ema lora.rank lora.alpha": (0, 64, 64)}
-OF_HUNYUAN15 |= {"advantages.std": "global"}
+OF_HUNYUAN15 |= {"advantages.std advantages.ddof": ("global", 1)}
 # Patterns of recipes with a number of GPUs, and settings of their sources.
 SETTINGS = [
     (SD35, "geneval,8", {BATCH: (48, 24, 2), "sampler.chunk trainer.micro_batch": (72, 72)}),
