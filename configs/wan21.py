@@ -1,4 +1,4 @@
-"""Wan 2.1 with the published settings of GenRL, Flow-GRPO and Flow-Factory, on GPUs of 80 GB.
+"""Wan 2.1 with the published settings of GenRL, Flow-GRPO, Flow-Factory and UniRL, on GPUs of 80 GB.
 
 python launch/train.py --config configs/wan21.py:ocr,8 --workdir runs/wan \
     --config.rewards=ocr \
@@ -7,9 +7,11 @@ python launch/train.py --config configs/wan21.py:ocr,8 --workdir runs/wan \
 The argument is the recipe's name, a comma, and the number of GPUs, which must divide the passes of an update:
 - ocr, flow_grpo_ocr: 1, 2, 4 or 8
 - longcat: these, 16, 32 or 64
-- clip_pickscore_14b: these, 3, 6, 12, 24, 48, 96, 128, 192 or 384
+- clip_pickscore_14b, flow_factory_i2v: these, 3, 6, 12, 24, 48, 96, 128, 192 or 384
+- unirl_i2v: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 or 96
 Reward and prompt files are not included. The prompts of the first three are in datasets/ of github.com/ModelTC/GenRL.
-docs/wan.md gives the rewards of longcat, which need two reward servers, and of clip_pickscore_14b.
+docs/wan.md gives the rewards of longcat, which need two reward servers, and of the others, and the prompt files with
+images of flow_factory_i2v and unirl_i2v.
 
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
@@ -19,6 +21,8 @@ ocr                 GenRL's default: 1.3B, clips of 240x416 with 33 frames, the 
 flow_grpo_ocr       Flow-GRPO's own: the same with another SDE and more KL
 longcat             LongCat-Video's method (arXiv 2510.22200) as in GenRL: 1.3B, 480x832, 81 frames, for 64 GPUs
 clip_pickscore_14b  Flow-Factory's GRPO: 14B, 256x256, 5 frames, for 8 GPUs
+flow_factory_i2v    Flow-Factory's GRPO: image to video of 14B, 240x240, 5 frames, for 8 GPUs
+unirl_i2v           UniRL's GRPO: image to video of 14B, 720x1280, 9 frames, for 8 GPUs
 
 Sources, in github.com/ModelTC/GenRL (82a867e):
 - config/default.yaml (`ocr`): 8 GPUs with two batches of 8 clips, 4 of a prompt, in two updates; 20 steps, 50 in
@@ -48,10 +52,26 @@ In github.com/X-GenGroup/Flow-Factory, at a0b2bc5:
 - src/flow_factory/models/wan/wan2_t2v.py: 512 tokens, the LoRA's layers; src/flow_factory/models/abc.py: Gaussian
   LoRA; src/flow_factory/hparams/training_args.py: the EMA's warm-up; src/flow_factory/scheduler/unipc_multistep.py:
   the SDE
+- examples/grpo/lora/wan21/i2v.yaml (3e615ee, `flow_factory_i2v`): as t2v.yaml, but for the folder, 240x240 and the
+  reward, PickScore alone; src/flow_factory/rewards/pick_score.py: the mean of all frames;
+  src/flow_factory/models/wan/wan2_i2v.py: the image's latents and states as in diffusers; the LoRA's layers, without
+  those of the image (add_k_proj, add_v_proj)
+In github.com/Tencent-Hunyuan/UniRL, at 1a7b501:
+- examples/diffusion/wan21_i2v.yaml (a1f8596, `unirl_i2v`; the same values at 36547bd, in examples/diffusion/wan21): 8
+  GPUs; 48 groups of 16 clips in two updates; four clips per GPU and call of the sampler, one per GPU in training; 14
+  steps without guidance, noise 0.7 in the first half, all of it trained; clip range 1e-4, recomputed old
+  log-probabilities, no KL; learning rate 3e-4, no weight decay, Adam's settings, gradient norm 1; LoRA of rank 64,
+  alpha 128, on attention with the layers of the image; bfloat16; 512 tokens; 1000 steps; seed 42
+- unirl/types/rollout_resp.py (4a9e013), `compute_advantages`: the mean of the group, the sample std of all clips;
+  unirl/algorithms/flowgrpo.py: advantages are not clipped; unirl/train/inject.py: PEFT's default init
+- unirl/reward/local/video_pickscore.py: PickScore of the first frame, which is nearly the given image;
+  unirl/models/wan21/image_encode.py, clip_vision_encode.py: the image's latents and states as in diffusers;
+  unirl/sde/kernels.py: Flow-GRPO's SDE; unirl/models/wan21/vae.py: float32 autoencoder
 
-Our choices: rematerialized blocks in clip_pickscore_14b, micro-batches of one clip per GPU in longcat (the same
-gradient), evaluation batches, number of training steps (the sources run until they are stopped), sample clips, number
-of checkpoints, and all placements: each GPU has all parameters.
+Our choices: rematerialized blocks in clip_pickscore_14b and image to video, micro-batches of one clip per GPU in
+longcat (the same gradient), evaluation batches, number of training steps (but for unirl_i2v, the sources run until they
+are stopped), sample clips, number of checkpoints, evaluations and checkpoints of unirl_i2v, and all placements: each
+GPU has all parameters.
 
 Differences from the sources, in addition to those of all recipes (docs/evidence.md):
 - UniPC's schedule is that of diffusers 0.42, from 1 - 1e-6. GenRL pins 0.33.1, whose sigmas start at 0.99967 and are
@@ -69,6 +89,12 @@ Differences from the sources, in addition to those of all recipes (docs/evidence
   rounded to bfloat16 for each product. Products of the autoencoder are TF32 in both;
 - Flow-Factory's UniPC takes sigma from the integer time, at most 1e-3 lower; it divides by a std of at least 1e-6
   instead of adding 1e-4, and rounds latents to float16 between steps;
+- flow_factory_i2v evaluates clips of 480x480; here evaluations have the size of the training clips, as all clips that
+  start with an image (docs/wan.md);
+- unirl_i2v: the source shifts the sigmas by 5, from 1 in equal steps to 0, and gives the network times with their
+  fractions. The folder has 3; change `flow_shift` in scheduler/scheduler_config.json of a local copy, and sigmas are at
+  most 2.8e-3 higher than the source's. It adds 1e-8 to a std, cleans no prompts, resizes images by bicubic instead of
+  Lanczos filters, and rounds latents to float16 between steps; its GPUs share the transformer's parameters;
 - `ocr` reads text with other models (`digen_jax/rewards/ocr.py`);
 - longcat has one update per step, so the trainer takes the current log-probabilities, and ratios are 1.
 
@@ -81,6 +107,8 @@ from digen_jax.config.published import published, recipe_and_gpus
 
 # PEFT's to_q, to_k, to_v and to_out.0. The other recipes also adapt feed-forward layers, as by the family's default.
 ATTENTION = r"blocks\.\d+\.attn[12]\.(to_[qkv]|to_out\.0)"
+# The same, and keys and values of an image.
+IMAGE_ATTENTION = r"blocks\.\d+\.attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)"
 
 
 def ocr(n: int) -> dict:
@@ -151,6 +179,54 @@ def flow_factory(n: int) -> dict:
     )
 
 
+def flow_factory_i2v(n: int) -> dict:
+    """Changes to Flow-Factory's 14B for image to video."""
+    folder, size = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", dict(height=240, width=240)
+    return dict(
+        model=dict(folder=folder, source_height=240, source_width=240, **size),
+        advantages=dict(combine="rewards"),
+        evaluation=dict(frames=5, **size),
+    )
+
+
+def unirl_i2v(n: int) -> dict:
+    """UniRL's image to video of 14B on n GPUs."""
+    return dict(
+        steps=1000,
+        model=dict(
+            folder="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+            height=720,
+            width=1280,
+            frames=9,
+            source_height=720,
+            source_width=1280,
+        ),
+        batch=dict(groups=48, images=16),
+        sampler=dict(
+            kind="flow",
+            noise_level=0.7,
+            steps=14,
+            guidance=1.0,
+            window=dict(length=7),
+            chunk=4 * n,
+        ),
+        # The source's loss does not clip advantages.
+        algorithm=dict(clip_range=1e-4, adv_clip=1000.0),
+        advantages=dict(std="global", ddof=1),
+        lora=dict(rank=64, alpha=128.0, init="kaiming", targets=IMAGE_ATTENTION),
+        trainer=dict(
+            learning_rate=3e-4,
+            weight_decay=0.0,
+            micro_batch=n,
+            updates=2,
+            ema=0.0,
+            ema_warm_up=False,
+        ),
+        evaluation=dict(every=50, steps=40, guidance=1.0, batch=n),
+        checkpoint=dict(every=50),
+    )
+
+
 # Changes to `BASE` by number of GPUs, applied in order.
 RECIPES = {
     "ocr": lambda n: (ocr(n),),
@@ -160,9 +236,12 @@ RECIPES = {
     ),
     "longcat": lambda n: (ocr(n), longcat(n)),
     "clip_pickscore_14b": lambda n: (flow_factory(n),),
+    "flow_factory_i2v": lambda n: (flow_factory(n), flow_factory_i2v(n)),
+    "unirl_i2v": lambda n: (unirl_i2v(n),),
 }
-# Clips per update, divided by those per GPU and call of the sampler: 128 / 2 / 8, 256 / 4 and 768 / 2.
+# Clips per update, divided by those per GPU and call of the sampler: 128 / 2 / 8, 256 / 4, 768 / 2 and 768 / 2 / 4.
 PASSES = dict(ocr=8, flow_grpo_ocr=8, longcat=64, clip_pickscore_14b=384)
+PASSES |= dict(flow_factory_i2v=384, unirl_i2v=96)
 
 
 # Common settings of all recipes.

@@ -67,7 +67,9 @@ def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = module(name)["get_config"](*argument)
     if name in PUBLISHED:
-        config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
+        config.prompts.file = config.evaluation.prompts = str(
+            EDITS if config.model.source_height else GENEVAL
+        )
         config.rewards = default_config().rewards
         if config.advantages.combine != "rewards":
             config.rewards += ("jpeg_incompressibility",)
@@ -141,7 +143,8 @@ def test_a_config_wants_its_recipe_and_a_number_of_gpus(name):
 IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), WAN: (8, 8)}
 IMAGES |= {HUNYUAN: (12, 1), HUNYUAN15: (1, 1)}
 IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
-IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1)}
+IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1), "flow_factory_i2v": (1, 1)}
+IMAGES |= {(WAN, "unirl_i2v"): (4, 1), (WAN22, "unirl_i2v"): (1, 1)}
 GPUS = {SD35: (1, 64), KONTEXT: (1, 28), WAN: (1, 8), HUNYUAN: (2, 32)}
 
 
@@ -154,7 +157,8 @@ def test_a_config_divides_its_images_among_the_gpus(name, recipe):
             continue
         of_flux = (1, 1) if recipe.startswith("dance") else (3, 3)
         sizes = config.sampler.chunk, config.trainer.micro_batch
-        images = IMAGES.get(recipe, IMAGES.get(name, of_flux))
+        keys = (name, recipe), recipe, name
+        images = next((IMAGES[key] for key in keys if key in IMAGES), of_flux)
         assert sizes == tuple(gpus * n for n in images)
     if name == FLUX and not recipe.startswith("dance"):
         fit_config(load_config(load(FLUX, f"{recipe},64")), 64)
@@ -237,6 +241,23 @@ OF_FLOW_FACTORY |= {LORA: (64, 128, "gaussian"), EVERY: (42, 20, 20), "evaluatio
 OF_FLOW_FACTORY |= {"advantages.std": "group"}
 OF_14B = {SIZES: (Size(256, 256, 5), Size(480, 480, 13)), GUIDANCES: (5, 0, 5, 0)}
 OF_A14B = {SIZES: (Size(480, 480, 5), Size(720, 720, 21)), GUIDANCES: (4, 3, 4, 3)}
+# Evaluations have the size of the images that clips start with.
+OF_I2V_14B = {"model.source": Size(240, 240, 5), SIZES: (Size(240, 240, 5),) * 2}
+OF_I2V_14B |= {GUIDANCES: (5, 0, 5, 0)}
+OF_I2V_A14B = {"model.source": Size(480, 480, 5), SIZES: (Size(480, 480, 5),) * 2}
+OF_I2V_A14B |= {GUIDANCES: (3.5, 0, 3.5, 0), WINDOW: (8, 1, (1,))}
+# The first half of 14 steps, and the first fifth of 10.
+OF_UNIRL = {
+    BATCH: (48, 16, 2),
+    SDE: ("flow", 0.7, False),
+    "sampler.guidance": 1,
+    "seed steps": (42, 1000),
+}
+OF_UNIRL |= {"algorithm.clip_range algorithm.kl_coefficient": (1e-4, 0), OPTIMIZER: (3e-4, 0, 1)}
+OF_UNIRL |= {"advantages.std advantages.ddof trainer.ema": ("global", 1, 0), OLD: "recomputed"}
+OF_UNIRL |= {LORA: (64, 128, "kaiming"), "model.max_sequence_length": 512}
+OF_UNIRL_21 = {WINDOW: (14, 7, (0,)), "model.size model.source": (Size(720, 1280, 9),) * 2}
+OF_UNIRL_22 = {WINDOW: (10, 2, (0,)), "model.size model.source": (Size(480, 640, 9),) * 2}
 # verl-omni's: two noisy steps of the first five; its 8 frames become 9.
 OF_5B = {BATCH: (64, 8, 4), WINDOW: (10, 2, (0, 1, 2, 3)), SDE: ("dance", 1.2, True)}
 OF_5B |= {SIZES: (Size(704, 1280, 9),) * 2, GUIDANCE: (5, 5, 50), OBJECTIVE: (1e-4, 5, 0)}
@@ -293,7 +314,15 @@ SETTINGS = [
     (WAN, "flow_grpo_ocr,8", {SDE: ("linear", 1, False), OBJECTIVE: (1e-3, 5, 4e-3)}),
     (WAN, "longcat,64", OF_LONGCAT),
     (WAN, "*14b,8", OF_FLOW_FACTORY | OF_14B | {"advantages.combine": "gdpo"}),
+    (WAN, "flow_factory_i2v,8", OF_FLOW_FACTORY | OF_I2V_14B | {"advantages.combine": "rewards"}),
+    (WAN, "unirl_i2v,8", OF_UNIRL | OF_UNIRL_21),
     (WAN22, "*a14b,8", OF_FLOW_FACTORY | OF_A14B | {"advantages.combine": "rewards"}),
+    (
+        WAN22,
+        "flow_factory_i2v,8",
+        OF_FLOW_FACTORY | OF_I2V_A14B | {"advantages.combine": "rewards"},
+    ),
+    (WAN22, "unirl_i2v,8", OF_UNIRL | OF_UNIRL_22),
     (WAN22, "hpsv3_5b,8", OF_5B),
     (HUNYUAN, "32", OF_HUNYUAN),
     (HUNYUAN15, "8", OF_HUNYUAN15),
@@ -323,8 +352,13 @@ AVERAGES = [
     *((KLEIN, f"{name},8", {8: 4 / 13, 16: 8 / 17}) for name in recipes(KLEIN)),
     (Z_IMAGE, "8", {8: 4 / 13, 16: 8 / 17}),
     *((WAN, f"{name},8", {7: 8 / 17, 15: 16 / 25}) for name in ("ocr", "flow_grpo_ocr", "longcat")),
-    (WAN, "clip_pickscore_14b,8", {8: 4 / 13, 16: 8 / 17}),
-    (WAN22, "pickscore_a14b,8", {8: 4 / 13, 16: 8 / 17}),
+    *(
+        (name, f"{recipe},8", {8: 4 / 13, 16: 8 / 17})
+        for name, recipe in (
+            *((WAN, "clip_pickscore_14b"), (WAN, "flow_factory_i2v")),
+            *((WAN22, "pickscore_a14b"), (WAN22, "flow_factory_i2v")),
+        )
+    ),
     (SD35, "geneval,8", {7: (8 / 17) ** 2, 15: (16 / 25) ** 2}),
     (SD35, "ocr_guard,8", {7: (8 / 17) ** 4, 15: (16 / 25) ** 4}),
     (SD35, "nft_ocr,8", {1: 2 / 11, 2: 3 / 12, 3: 4 / 13}),
@@ -339,12 +373,18 @@ def test_averages_are_mixed_after_the_published_updates(name, argument, mixed):
     assert {n: d for n, d in decays.items() if d != 1} == pytest.approx(mixed, rel=1e-5)
 
 
-def test_the_window_of_flow_factorys_a14b_is_in_the_trained_expert():
-    config = load_config(of_published(WAN22, "pickscore_a14b,8"))
+@pytest.mark.parametrize(
+    ("recipe", "counts", "last"),
+    [("pickscore_a14b", (4, 6), 3), ("flow_factory_i2v", (3, 5), 1), ("unirl_i2v", (3, 7), 1)],
+)
+def test_the_window_of_the_a14bs_is_in_the_trained_expert(recipe, counts, last):
+    """Also with `unirl_i2v`'s published shift of 5, which has more steps of that expert."""
+    config = load_config(of_published(WAN22, f"{recipe},8"))
     _, family = assemble.pipeline_of(config)
-    family = family.scheduled(10, config.model.size)
-    counts = steps_of_experts(family, family.sigmas(10, config.model.size))
-    assert (counts, max(config.sampler.window.places)) == ((4, 6), 3)
+    steps, window = config.sampler.steps, config.sampler.window
+    family = family.scheduled(steps, config.model.size)
+    assert steps_of_experts(family, family.sigmas(steps, config.model.size)) == counts
+    assert max(window.places) + window.length - 1 == last < counts[0]
     assert config.model.trained == ("transformer",)
 
 
@@ -375,6 +415,11 @@ LAYERS = [
     (WAN, "longcat,8", 128 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960))),
     (WAN, "clip_pickscore_14b,8", WAN_FACTORS),
     (WAN22, "pickscore_a14b,8", WAN_FACTORS),  # of one expert
+    (WAN, "flow_factory_i2v,8", WAN_FACTORS),
+    # Keys and values of the image, too.
+    (WAN, "unirl_i2v,8", 64 * 40 * 10 * 2 * 5120),
+    (WAN22, "flow_factory_i2v,8", WAN_FACTORS),
+    (WAN22, "unirl_i2v,8", 64 * 40 * 8 * 2 * 5120),
 ]
 
 
@@ -646,6 +691,10 @@ STEPS = [
         *(WAN, "clip_pickscore_14b,1", dict(context=(48, 512, 4096), mask=(48, 512))),
         *((1, 5, 256, 256), (1, 1, 2, 32, 32, 16), 11, {"lora.rank": 1}, None, True),
     ),
+    Step(
+        *(WAN, "unirl_i2v,1", dict(source=(48, 3, 90, 160, 16), image=(48, 257, 1280))),
+        *((4, 9, 720, 1280), (7, 4, 3, 90, 160, 16), 15, {"lora.rank": 1}, None, True),
+    ),
     # Weights, two moments and gradient in float32; the decoder in bfloat16.
     Step(
         *(HUNYUAN, "1", dict(context=(32, 256, 4096), mask=(32, 256), pooled=(32, 768))),
@@ -665,7 +714,7 @@ def test_a_whole_step_has_the_right_shapes(unread, step):
     config = of_published(step.name, step.argument)
     config.update_from_flattened_dict(step.fields or {})
     system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
-    record = example_record(system.policy.family) if step.name == KONTEXT else None
+    record = example_record(system.policy.family) if config.model.source_height else None
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system, record)
     for field, shape in step.conditioning.items():
         assert getattr(prompts.conditioning, field).shape == shape

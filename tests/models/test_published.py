@@ -99,6 +99,7 @@ MODELS = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": wan(1_418_996_800, 12),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": wan(14_288_491_584, 40),
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": wan(16_394_878_784, 40),
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": wan(16_394_878_784, 40),
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": wan(14_288_901_184, 40),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": wan(14_288_491_584, 40),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan(4_999_787_712, 24, 5)._replace(
