@@ -61,7 +61,9 @@ def get_config() -> ConfigDict:
         cpu_devices=1,  # without an accelerator, one device uses all cores
         shift=1.0,  # of the scheduler that the folder ships
         text=dict(max_length=12, encoder=text),
-        autoencoder=dict(network=autoencoder, batch=32, kl_weight=1e-4, fit=vars(first)),
+        autoencoder=dict(
+            network=autoencoder, batch=32, kl_weight=1e-4, mae_weight=0.5, fit=vars(first)
+        ),
         transformer=dict(network=transformer, batch=64, caption_dropout=0.1, fit=vars(second)),
     )
     return ConfigDict(config)

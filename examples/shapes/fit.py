@@ -19,6 +19,15 @@ from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.logging.metrics import MetricsLog
 from digen_jax.process.terminal import track
 
+# First and last layers of the networks.
+OUTER = (
+    "pos_embed",
+    "patch_embedding",
+    "context_embedder",
+    "proj_out",
+    "encoder/conv_in",
+    "decoder/conv_out",
+)
 Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -107,16 +116,17 @@ def fit(
 
 
 def _matrices(params: Any) -> Any:
-    """Selects the kernels between hidden layers, single or scanned, for Muon.
+    """Selects the kernels between hidden layers, single or scanned, for Muon; a convolution's window counts as inputs.
 
     Adam trains the first and last layers, whose inputs or outputs have fixed meanings, and all other parameters.
     """
 
     def dimensions(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        outer = any(part in name for part in ("pos_embed", "context_embedder", "proj_out"))
-        if outer or not name.endswith("kernel") or leaf.ndim not in (2, 3):
+        if not name.endswith("kernel") or any(part in name for part in OUTER):
             return None
-        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+        # Kernels of convolutions are not scanned, and have four dimensions or more.
+        inputs = range(leaf.ndim - 1) if leaf.ndim > 3 else [leaf.ndim - 2]
+        return optax.contrib.MuonDimensionNumbers(tuple(inputs), leaf.ndim - 1)
 
     return jax.tree_util.tree_map_with_path(dimensions, params)

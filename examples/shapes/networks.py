@@ -25,6 +25,8 @@ Configs = dict[str, dict]
 Latents = Float[np.ndarray, "n *t h w c"]
 
 END_OF_WORD = "</w>"
+# Initial log variance of latents, whose variance is about 1.
+LOG_VARIANCE = -6.0
 BEGIN_OF_TEXT, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
 
 
@@ -41,6 +43,8 @@ class Pipeline:
       latent_statistics: Returns the autoencoder's fields that give latents zero mean and unit variance.
       scale_latents: Scales latents by these fields of the autoencoder's config.
       at_once: Arguments of the autoencoder that process all frames of a clip together, which is fastest.
+      dtype: Dtype of the weights in files of diffusers' networks, which diffusers reads as float32.
+      start_autoencoder: Returns the autoencoder's parameters to start from, given random ones.
     """
 
     family: type[PipelineFamily]
@@ -50,6 +54,8 @@ class Pipeline:
     latent_statistics: Callable[[Latents], dict[str, Any]]
     scale_latents: Callable[[Any, Array], Array]
     at_once: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    dtype: str = "float32"
+    start_autoencoder: Callable[[Any], Any] = lambda vae: vae
 
     def network_configs(self, config: ConfigDict, tokenizer: Any) -> Configs:
         """Returns the config.json of each network, with the field names of diffusers and transformers."""
@@ -69,12 +75,14 @@ class Pipeline:
     def write(self, output: pathlib.Path, family: Any, networks: Configs, params: Any) -> None:
         """Writes a folder for `from_pretrained` of the pipeline; model_index.json is written last."""
         for part in family.networks:
+            text = part.startswith("text")
+            dtype = np.dtype("float32" if text else self.dtype)
             write_params(
                 output / part,
-                jax.tree.map(np.asarray, params[part]),
+                jax.tree.map(lambda leaf, dtype=dtype: np.asarray(leaf, dtype), params[part]),
                 family.lists[part],
                 config=networks[part],
-                kind="transformers" if part.startswith("text") else "diffusers",
+                kind="transformers" if text else "diffusers",
             )
         for part in family.encoders.values():
             getattr(family, part).save_pretrained(output / part)
@@ -164,6 +172,31 @@ def _statistics_of_channels(latents: Latents) -> dict[str, list[float]]:
     }
 
 
+def _start_wan_autoencoder(vae: Any) -> Any:
+    """Returns parameters that process each frame as an image, with latents of little noise.
+
+    Like that of Wan (arXiv 2503.20314), pretraining starts with images. Kernels over time read the last
+    frame only: latents are those of every fourth frame, and the decoder repeats frames. The second convolution of each
+    residual block is zero.
+    """
+
+    def start(path: tuple, leaf: Array) -> Array:
+        *_, module, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if module == "quant_conv" and name == "bias":
+            return leaf.at[len(leaf) // 2 :].set(LOG_VARIANCE)
+        if name != "kernel" or leaf.ndim != 5:
+            return leaf
+        frames, *_, inputs, outputs = leaf.shape
+        last = leaf[-1] * frames**0.5  # keeps the outputs' variance
+        if module == "time_conv":
+            last = jnp.tile(jnp.eye(inputs), outputs // inputs)
+        elif module == "conv2":
+            last = jnp.zeros_like(last)
+        return jnp.zeros_like(leaf).at[-1].set(last)
+
+    return jax.tree_util.tree_map_with_path(start, vae)
+
+
 def build_clip_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     """Learns a byte-pair encoding from `texts`; unknown words fall back to bytes, so no text is lost.
 
@@ -231,5 +264,7 @@ PIPELINES = {
         _statistics_of_channels,
         autoencoder_wan.scale_latents,
         at_once={"at_once": 1000},
+        dtype="float16",
+        start_autoencoder=_start_wan_autoencoder,
     ),
 }

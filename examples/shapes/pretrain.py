@@ -96,12 +96,17 @@ def train_autoencoder(
 
     def batch(step):
         rng = np.random.default_rng([config.seed, step])
+        if step < stage.get("image_steps", 0):
+            size = stage.image_batch, 1  # one frame of each clip
+            frames = rng.integers(config.frames, size=size)
+            return _to_signed(pool.images[rng.integers(len(pool.images), size=size), frames])
         return _to_signed(pool.images[rng.integers(len(pool.images), size=stage.batch)])
 
-    loss = functools.partial(autoencoder_loss, family, stage.kl_weight)
+    loss = functools.partial(autoencoder_loss, family, stage.kl_weight, stage.mae_weight)
     with _claim(workdir, config, "autoencoder", FIRST):
         settings, key = FitSettings(**stage.fit), jax.random.key(config.seed)
-        return fit(params["vae"], loss, batch, settings, workdir, key)
+        start = PIPELINES[config.pipeline].start_autoencoder(params["vae"])
+        return fit(start, loss, batch, settings, workdir, key)
 
 
 def train_transformer(
@@ -142,15 +147,16 @@ def _claim(
 ) -> AbstractContextManager:
     """Claims a stage's folder for this process, and for configs with equal values of the stage's `fields`.
 
-    The number of steps may change, which stretches the rest of the learning rate's cosine.
+    The numbers of steps may change; `fit.steps` stretches the rest of the learning rate's cosine.
     """
     values = json.loads(json.dumps(config.to_dict(), sort_keys=True))
     free = [f"{stage}.fit.{name}" for name in ("steps", "checkpoint_every", "log_every")]
+    free.append("autoencoder.image_steps")
     return claim_workdir(workdir, {name: values[name] for name in fields}, free)
 
 
 def autoencoder_loss(
-    family: Family, kl_weight: float, params: Any, images: Array, key: Array
+    family: Family, kl_weight: float, mae_weight: float, params: Any, images: Array, key: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Returns the mean squared and absolute reconstruction error, plus a small KL to N(0, 1) to smooth latents."""
     options = PIPELINES[family.pipeline].at_once
@@ -160,7 +166,7 @@ def autoencoder_loss(
     error = family.vae.apply({"params": params}, latents, method="decode", **options) - images
     kl = 0.5 * jnp.mean(mean**2 + jnp.exp(logvar) - 1 - logvar)
     mse, mae = jnp.mean(error**2), jnp.mean(jnp.abs(error))
-    return mse + 0.5 * mae + kl_weight * kl, {"mse": mse, "mae": mae, "kl": kl}
+    return mse + mae_weight * mae + kl_weight * kl, {"mse": mse, "mae": mae, "kl": kl}
 
 
 def flow_matching_loss(

@@ -17,7 +17,7 @@ GAP = 2.2 * PIXEL
 MARGIN = 1.0 * PIXEL
 RADII = {1: (5.5, 9.0), 2: (5.0, 7.0), 3: (4.6, 5.8), 4: (4.5, 5.2)}
 # In clips, so that there is room for the motions; and pixels per frame.
-MOVING_RADII = {1: (5.0, 7.0), 2: (4.6, 5.8)}
+MOVING_RADII = {1: (6.0, 7.5), 2: (5.4, 6.0)}
 SPEEDS = 1.0, 1.75
 REACH = 1.15  # maximum extent of a shape, relative to its radius
 _TRIES = 64

@@ -132,3 +132,28 @@ def test_muon_learns_and_resumes(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     errors = [line["mse"] for line in metrics(tmp_path / "b")]
     assert np.mean(errors[-5:]) < 0.5 * np.mean(errors[:5])
+
+
+def test_muon_trains_convolutions_as_matrices_and_first_layers_by_adam(tmp_path):
+    """A convolution is the product of its window's pixels and its kernel as a matrix."""
+    rng, shape = np.random.default_rng(0), (3, 3, 2, 4)
+    target, kernel = rng.normal(size=(2, *shape)).astype(np.float32)
+
+    def trained(layer: str, leaf: str = "kernel", flat: bool = False) -> np.ndarray:
+        settings = FitSettings(**vars(SETTINGS) | {"muon_rate": 0.1, "steps": 5})
+
+        def error(params, inputs, key):
+            difference = params["encoder"][layer][leaf].reshape(-1, 4) - target.reshape(-1, 4)
+            value = jnp.sum((difference * np.linspace(1, 2, 18)[:, None]) ** 2)
+            return value, {"loss": value}
+
+        matrix = jnp.asarray(kernel.reshape(-1, 4) if flat else kernel)
+        params = {"encoder": {layer: {leaf: matrix}}}
+        folder = tmp_path / f"{layer}-{leaf}-{flat}"
+        found = fit(params, error, lambda step: np.zeros(8), settings, folder, KEY)
+        return np.asarray(found["encoder"][layer][leaf]).reshape(shape)
+
+    hidden, by_adam = trained("conv1"), trained("conv1", leaf="bias")
+    np.testing.assert_allclose(hidden, trained("conv1", flat=True), atol=1e-5)
+    np.testing.assert_allclose(trained("conv_in"), by_adam, atol=1e-5)
+    assert np.abs(hidden - by_adam).max() > 0.01

@@ -10,7 +10,9 @@ def get_config(name: str = "shapes") -> Any:
     config.images, config.cpu_devices = 48, 1
     config.autoencoder.batch = config.transformer.batch = 16
     short = dict(steps=24, warmup=4, checkpoint_every=8, log_every=2)
-    config.autoencoder.fit.update(short, learning_rate=0.01)
     # Without Muon, which has tests of its own, there is less to compile.
+    config.autoencoder.fit.update(short, learning_rate=0.01, muon_rate=0.0)
+    if name == "moving":
+        config.autoencoder.update(image_steps=12, image_batch=16)
     config.transformer.fit.update(short, learning_rate=0.005, muon_rate=0.0)
     return config
