@@ -39,9 +39,9 @@ _MEASURE = flags.DEFINE_bool(
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
-    "TPU slice, such as v5p:2x2x1, or GPUs, such as h100:8 or h100:2x8 on two hosts (a100, h100, h200, "
-    "b200): compiles the config's programs for it, without the hardware, reports their memory and time, and "
-    "plans the layout; local: times the programs on this machine.",
+    "TPU slice, such as v5p:2x2x1, or GPUs, such as h100:8 or h100:2x8 on two hosts (rtx4090, a6000, "
+    "a100, h100, h200, b200): compiles the config's programs for it, without the hardware, reports their "
+    "memory and time, and plans the layout; local: times the programs on this machine.",
 )
 _TRAINER_SERIAL = flags.DEFINE_float(
     "trainer_serial",

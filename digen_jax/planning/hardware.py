@@ -4,7 +4,8 @@ Sources. TPUs: Google's pages "TPU v4", "v5e", "v5p", "v6e" and "TPU7x" (docs.cl
 TPU7x chip are two JAX devices each, so their pages' numbers are halved. GPUs: NVIDIA's data sheets "A100" (80 GB SXM),
 "H100" (SXM), "H200" (SXM) and "HGX B200", dense bfloat16 without sparsity; network adapters are those of DGX systems,
 one per GPU. The memory that a GPU reports, and everything else that XLA's compiler reads, are in XLA's repository,
-xla/backends/gpu/target_config.
+xla/backends/gpu/target_config; that of an RTX 4090, whose other numbers are of NVIDIA's page "GeForce RTX 4090" and
+white paper "Ada GPU architecture", is ours: 98% of 24 GiB. The peak of an RTX A6000 is of its data sheet.
 """
 
 import ctypes.util
@@ -55,6 +56,8 @@ CHIPS = {
     "NVIDIA A100-SXM4-80GB": Chip("A100", 312e12, 85_100_068_864, 2039e9, 300e9, 25e9),
     "NVIDIA H100 80GB HBM3": Chip("H100", 989e12, 84_942_979_072, 3352e9, 450e9, 50e9),
     "NVIDIA H200": Chip("H200", 989e12, 151_397_597_184, 4800e9, 450e9, 50e9),
+    "NVIDIA GeForce RTX 4090": Chip("RTX 4090", 165.2e12, 25_254_407_700, 1008e9, 32e9),
+    "NVIDIA RTX A6000": Chip("RTX A6000", 154.8e12, 51_041_271_808, 768e9, 56.25e9),
     "NVIDIA B200": Chip("B200", 2250e12, 191_514_411_008, 7672e9, 900e9, 50e9),
 }
 
@@ -71,6 +74,8 @@ class Gpu:
       shared: Bytes of shared memory per streaming multiprocessor.
       cache: Bytes of L2 cache.
       clock: Clock rate in GHz.
+      minor: Minor number of its compute capability.
+      threads: Maximum threads per streaming multiprocessor.
     """
 
     kind: str
@@ -80,6 +85,8 @@ class Gpu:
     shared: int
     cache: int
     clock: float
+    minor: int = 0
+    threads: int = 2048
 
     def description(self) -> str:
         """Returns XLA's `GpuTargetConfigProto` as text."""
@@ -87,7 +94,7 @@ class Gpu:
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {self.threads}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647
@@ -102,7 +109,7 @@ class Gpu:
   clock_rate_ghz: {self.clock}
   memory_bandwidth: {round(chip.bandwidth)}
   device_memory_size: {chip.memory}
-  cuda_compute_capability {{ major: {self.capability} }}
+  cuda_compute_capability {{ major: {self.capability} minor: {self.minor} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
@@ -115,6 +122,8 @@ GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 167_936, 41_943_040, 1.41),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 233_472, 52_428_800, 1.98),
     "h200": Gpu("NVIDIA H200", 9, 132, 128, 233_472, 52_428_800, 1.98),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 8, 128, 128, 102_400, 75_497_472, 2.52, 9, 1536),
+    "a6000": Gpu("NVIDIA RTX A6000", 8, 84, 128, 102_400, 6_291_456, 1.8, 6, 1536),
     "b200": Gpu("NVIDIA B200", 10, 148, 128, 233_472, 132_644_864, 1.965),
 }
 GPUS_PER_HOST = 8  # maximum

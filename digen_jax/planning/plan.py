@@ -154,8 +154,8 @@ def best_plan(
         except ConfigError as error:
             if ruled_out:
                 raise ConfigError(
-                    "no other layout fits: use more devices, a smaller config.trainer.micro_batch, config.model.remat "
-                    "or lora"
+                    "no other layout fits: use more devices, or settings that need less memory, which "
+                    "launch/plan.py --topology tries"
                 ) from error
             raise
         layout = plan.choice.layout

@@ -49,10 +49,11 @@ def layouts(
     first = (next((c for c in shapes if fits_memory(problem, c)), None) for shapes in allowed)
     found = [layout for layout in first if layout]
     if not found:
+        needed = min(device_bytes(problem, one).largest for shapes in allowed for one in shapes)
         raise ConfigError(
-            f"no placement of {problem.devices} devices fits into {(problem.device_memory or 0) / 2**30:g} "
-            "GiB per device: use more devices, a smaller config.trainer.micro_batch, config.model.remat or "
-            "lora"
+            f"parameters, optimizer state and samples need {needed / 1e9:.1f} GB of a device, which has "
+            f"{(problem.device_memory or 0) / 1e9:.1f}, on every placement of {problem.devices} devices: use more "
+            "devices, or settings that need less memory, which launch/plan.py --topology tries"
         )
     return found
 

@@ -27,9 +27,10 @@ from digen_jax.planning.estimate import (
 from digen_jax.planning.fitting import fit_plan
 from digen_jax.planning.flops import Flops
 from digen_jax.planning.hardware import CHIPS, Chip
-from digen_jax.planning.plan import at_least_as_full
+from digen_jax.planning.memory import model_footprint
+from digen_jax.planning.plan import at_least_as_full, changed_fields, make_problem
 from digen_jax.planning.programs import Program
-from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout
+from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout, device_bytes
 from tests.scripts import run_forked
 from tests.tiny_runs import tiny_config
 
@@ -279,6 +280,7 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monke
     target = Topology("small", jax.devices()[:2], CHIP, None, assess)
     monkeypatch.setattr(fitting, "calibrate", lambda *given: None)
     monkeypatch.setattr(fitting, "make_problem", lambda *given: None)
+    monkeypatch.setattr(fitting, "layouts", lambda *given: None)
     monkeypatch.setattr(fitting, "best_plan", lambda *given: "a plan")
     plan, changed, _ = fit_plan(config, target, written.append)
     assert plan == "a plan" and changed.model.remat == "blocks"
@@ -288,6 +290,34 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monke
     with pytest.raises(ConfigError):
         fit_plan(config, target, written.append)
     assert "config.trainer.micro_batch=2" in written[-2]
+
+
+def test_weights_that_do_not_fit_are_quantized_and_nothing_else_is_compiled(base, monkeypatch):
+    config = complete(tiny_config(base, "lora"))
+    config.placement.mode, config.prompts.encoding = "given", "precomputed"
+    config.placement.rollout.data, config.placement.trainer.data = 0, 1
+    config, asked, written = load_config(config), [], []
+
+    def needed(frozen):
+        precision = dataclasses.replace(config.precision, frozen=frozen)
+        footprint = model_footprint(dataclasses.replace(config, precision=precision))
+        problem = make_problem(config, 1, fitting.UNKNOWN, footprint)
+        return device_bytes(problem, PoolLayout(1, 1)).largest
+
+    def assess(changed):
+        asked.append(changed.precision.frozen)
+        program = Program("train", "train", 1, 8, "", lambda: None)
+        return [ProgramCost(program, CompiledProgram("HloModule", 1, 1, 0), math.nan, math.nan)]
+
+    assert needed("float8") == needed("int8") < needed("bfloat16") < needed("float32")
+    memory = (needed("int8") + needed("bfloat16")) / 2
+    target = Topology("small", jax.devices()[:1], CHIP, memory, assess)
+    monkeypatch.setattr(fitting, "calibrate", lambda *given: fitting.UNKNOWN)
+    monkeypatch.setattr(fitting, "best_plan", lambda *given: "a plan")
+    plan, changed, _ = fit_plan(config, target, written.append)
+    assert plan == "a plan" and asked == ["int8"] and changed.precision.frozen == "int8"
+    assert changed_fields(config, changed).keys() == {"precision.frozen"}
+    assert "it fits (measured) with config.precision.frozen=int8" in written
 
 
 def rollout(rollout_devices, devices, **fields):
