@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.diffusion.noising import Times
-from digen_jax.errors import Count, Decay, NonNegativeFloat
+from digen_jax.errors import DERIVED, Count, Decay, NonNegativeFloat
 
 EmaUnit = Literal["update", "step"]
 
@@ -110,13 +110,13 @@ class PreparedChunk(NamedTuple):
     """The trained part of a chunk.
 
     Attributes:
-      pairs: Images of each training sample, the preferred one first. None means one image per sample.
-      advantages: One number per sample; the algorithm defines its meaning.
+      members: Images of each training sample; of a pair, the preferred one first. None means one image per sample.
+      advantages: One number per sample, or per image of a sample; the algorithm defines its meaning.
       weight: Weight of each sample; 0 means that it is not trained.
     """
 
-    pairs: Int[np.ndarray, "n 2"] | None
-    advantages: Float[np.ndarray, "n"]
+    members: Int[np.ndarray, "n k"] | None
+    advantages: Float[np.ndarray, "n *k"]
     weight: Float32[np.ndarray, "n"]
 
 
@@ -128,10 +128,8 @@ class Algorithm:
     # config defaults that differ from the published values
     config_defaults: ClassVar[Mapping[str, Any]] = {}
 
-    images_per_sample: ClassVar[int] = 1  # images in one training sample
     ranks: ClassVar[bool] = False  # reads only the order of images
     supports_early_training: ClassVar[bool] = False  # its loss can be linear in the advantages
-    samples_from_copy: ClassVar[bool] = False  # its slow copy is the behavior policy
     stores_means: bool = False  # the sampler must store the means of x_next
     # one call of the loss needs all trained steps of an image
     needs_full_trajectories: bool = False
@@ -173,6 +171,11 @@ class Algorithm:
         return PreparedChunk(None, advantages, weight)
 
     @property
+    def images_per_sample(self) -> int:
+        """Number of images in one training sample: 1, 2 for a pair, or those of a group."""
+        return 1
+
+    @property
     def guidances(self) -> tuple[float, float] | None:
         """Guidance of training and of the reference. None means the sampler's."""
         return None
@@ -205,6 +208,16 @@ class Algorithm:
         """Decay of a slow copy that follows the trained parameters, updated once per step. None means no copy."""
         return None
 
+    @property
+    def copy_samples_from(self) -> int | None:
+        """Number of updates from which the slow copy is the behavior policy. None means never."""
+        return None
+
+    @property
+    def reads_copy(self) -> bool:
+        """Whether the loss reads the slow copy, other than as the behavior policy."""
+        return self.slow_copy is not None and self.copy_samples_from is None
+
 
 class Samples(NamedTuple):
     """Inputs of a policy gradient's loss for n transitions.
@@ -230,13 +243,13 @@ class Samples(NamedTuple):
 
 
 class MatchingSamples(NamedTuple):
-    """Network inputs and targets for final images; for pairs each array is [n, 2, ...]."""
+    """Network inputs and targets for final images; for k images per sample each image-like array is [n, k, ...]."""
 
     x0: Float[Array, "n *shape"]  # latents of the sampled images
     x: Float[Array, "n *shape"]  # x0 at noise level sigma
     target: Float[Array, "n *shape"]  # eps - x0
     sigma: Float[Array, "n"]  # noise levels
-    advantages: Float[Array, "n"]  # from `PreparedChunk`
+    advantages: Float[Array, "n *k"]  # from `PreparedChunk`
     trained: Bool[Array, "n"]  # False for padding, whose terms and gradient are 0 for any values
 
 
@@ -299,6 +312,24 @@ class Matching(Algorithm):
                 "kl_coefficient 0 no reference is evaluated: set reference_guidance to 0, or set "
                 "kl_coefficient"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupMatching(Matching):
+    """Trains complete groups: each is a sample, whose images have one noise level."""
+
+    # Of the config's batch: images of a group.
+    images_per_sample: int = dataclasses.field(default=2, metadata=DERIVED)
+
+    def prepare(
+        self,
+        advantages: Float[np.ndarray, "b"],
+        weight: Float32[np.ndarray, "b"],
+        rows: Int[np.ndarray, "b"],
+    ) -> PreparedChunk:
+        """Makes each group of the chunk a sample."""
+        members = np.stack([np.flatnonzero(rows == row) for row in np.unique(rows)])
+        return PreparedChunk(members, advantages[members], weight[members[:, 0]])
 
 
 def choose_guidance(guidance: float, reference: float, sampler: float) -> tuple[float, float]:

@@ -45,7 +45,7 @@ class DiffusionNFT(Matching):
 
     name: ClassVar[str] = "diffusion_nft"
     config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
-    samples_from_copy: ClassVar[bool] = True  # the old policy, which samples
+    copy_samples_from: ClassVar[int] = 0  # the copy is the old policy, which samples
 
     # share of the trained policy in the implicit positive policy; 1 / beta is the guidance strength
     beta: PositiveFloat = 1.0

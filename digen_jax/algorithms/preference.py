@@ -91,7 +91,7 @@ def diffusion_dpo_loss(
     Args:
       settings: Settings; only beta is read.
       v: Velocities of the policy being trained, with gradient, at the two images noised with the same
-        noise to the same sigma (`noised_pairs`), as in the paper's code.
+        noise to the same sigma (`noised_together`), as in the paper's code.
       v_reference: Velocities of the reference, without gradient.
       target: eps - x0.
       trained: False for padding, whose terms and gradient are 0 for any values.

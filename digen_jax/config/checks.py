@@ -467,8 +467,8 @@ def _check_algorithm(config: TrainConfig) -> None:
         _check_final_images(config)
     if algorithm.ranks:
         _check_ranking(config)
-    if algorithm.images_per_sample == 2:
-        _check_pairs(config)
+    if algorithm.images_per_sample > 1:
+        _check_complete_groups(config)
 
 
 def _check_trajectories(config: TrainConfig) -> None:
@@ -525,16 +525,26 @@ def _check_ranking(config: TrainConfig) -> None:
         )
 
 
-def _check_pairs(config: TrainConfig) -> None:
-    """Checks that chunks hold complete groups, each of which trains one pair, and micro-batches complete pairs."""
+def _check_complete_groups(config: TrainConfig) -> None:
+    """Checks that chunks hold complete groups, which are samples or give a pair each, and passes complete samples."""
     groups, micro = config.sampler.chunk // config.batch.images, config.trainer.micro_batch
     name, field = config.algorithm.name, "config.trainer.micro_batch"
+    if not config.algorithm.ranks:
+        if config.advantages.best_and_worst:
+            raise ConfigError(
+                f"config.advantages.best_and_worst = {config.advantages.best_and_worst} trains a part of each group, "
+                f"but {name} trains complete groups: set it to 0"
+            )
+        why = f"as {name} trains complete groups"
+        _check_divides(config, "batch.images", "sampler.chunk", why)
+        _check_divides(config, "batch.images", "trainer.micro_batch", why)
+        return _check_divides(config, "trainer.micro_batch", "sampler.chunk", why)
     why = f"as {name} chooses a pair of each group of a chunk"
     _check_divides(config, "batch.images", "sampler.chunk", why)
     if micro % 2:
         raise ConfigError(f"{field} = {micro} must be even, as {name} trains pairs of images")
     why = f"as {name} trains one pair of images of each group"
-    check_divides(field, micro, "twice the groups of a chunk", 2 * groups, why)
+    return check_divides(field, micro, "twice the groups of a chunk", 2 * groups, why)
 
 
 def check_devices(config: TrainConfig, devices: int) -> None:
@@ -549,8 +559,10 @@ def check_devices(config: TrainConfig, devices: int) -> None:
     why = "as images are split evenly over a mesh's devices"
     for (mesh, size), name in (*split, (training, "trainer.micro_batch")):
         value, name = operator.attrgetter(name)(config), f"config.{name}"
-        if name == "config.trainer.micro_batch" and config.algorithm.images_per_sample == 2:
-            value, name = value // 2, f"{name} / 2, the pairs of a pass,"
+        together = config.algorithm.images_per_sample
+        if name == "config.trainer.micro_batch" and together > 1:
+            what = "pairs" if config.algorithm.ranks else "groups"
+            value, name = value // together, f"{name} / {together}, the {what} of a pass,"
         check_divides(f"the number of devices of config.placement.{mesh}", size, name, value, why)
 
 

@@ -219,6 +219,8 @@ def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorit
             updates=sections["trainer"].updates,
             stored=algorithm.objective == "transitions",
         )
+    if "images_per_sample" in vars(algorithm()):
+        fields["images_per_sample"] = sections["batch"].images
     if "guidance" in fields:
         fields["guidance"], fields["reference_guidance"] = choose_guidance(
             fields["guidance"], fields["reference_guidance"], sampler.guidance

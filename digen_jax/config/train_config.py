@@ -25,6 +25,7 @@ ALGORITHMS = {
     "policy_gradient": "digen_jax.algorithms.policy_gradient:PolicyGradient",
     "diffusion_nft": "digen_jax.algorithms.diffusion_nft:DiffusionNFT",
     "awm": "digen_jax.algorithms.awm:AWM",
+    "dgpo": "digen_jax.algorithms.dgpo:DGPO",
     "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
 }
 # Fields that set where a step's work runs and how it is divided; results are the same up to rounding.
@@ -157,7 +158,7 @@ class TrainConfig:
             evaluation_batch=self.evaluation.batch,
             # The sampler does not use the trained parameters, or their average is evaluated.
             separate_eval_weights=self.trainer.ema > 0
-            or algorithm.samples_from_copy
+            or algorithm.copy_samples_from is not None
             or algorithm.set_steps > 0,
         )
 

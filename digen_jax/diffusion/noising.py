@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int, Key
 
-from digen_jax.errors import PositiveFloat, PositiveInt
+from digen_jax.errors import Count, PositiveFloat, PositiveInt
 
 # Streams of an image's key, in addition to START and TRANSITION of `sampling`.
 FORWARD_NOISE, TRAINING_TIMES, REPEATS = 2, 3, 4
@@ -34,11 +34,17 @@ class ScheduleTimes:
     """
 
     count: PositiveInt  # noise levels per image, from the sampler's steps
+    first: Count = 0  # number of the sampler's first steps to choose from; 0 means all
 
     def check(self, steps: int) -> None:
-        """Raises ValueError if `count` exceeds the `steps` steps of a schedule."""
+        """Raises ValueError if a schedule of `steps` steps is too short for `first` or `count`."""
+        if self.first > steps:
+            raise ValueError(
+                f"first is {self.first}; set it to {steps}, the sampler's steps, or less"
+            )
+        steps = self.first or steps
         if self.count > steps:
-            raise ValueError(f"count is {self.count}; train 1 to {steps}, the sampler's steps")
+            raise ValueError(f"count is {self.count}; train 1 to {steps}, the steps to choose from")
 
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
@@ -46,10 +52,11 @@ class ScheduleTimes:
         """Returns the noise levels of each image; `sigmas` is the sampler's schedule, including the last one, 0.
 
         Raises:
-          ValueError: the schedule has fewer than `count` steps.
+          ValueError: the schedule has too few steps.
         """
         sigmas = jnp.asarray(sigmas, jnp.float32)[:-1]
         self.check(len(sigmas))
+        sigmas = sigmas[: self.first or None]
 
         def draw(key):
             return jax.random.permutation(key, sigmas)[: self.count]
@@ -119,10 +126,10 @@ def noised(
     return Noised((1 - sigma) * x0 + sigma * noise, noise - x0)
 
 
-def noised_pairs(
-    x0: Float[Array, "n 2 *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
+def noised_together(
+    x0: Float[Array, "n k *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
 ) -> Noised:
-    """Adds shared noise at a shared noise level to pairs of images; x and target are `[n 2 ...]`."""
+    """Adds one noise at one noise level to the k images of each sample; x and target are `[n k ...]`."""
     return jax.vmap(noised, in_axes=(1, None, None), out_axes=1)(x0, noise, sigma)
 
 

@@ -42,7 +42,7 @@ Metrics = dict[str, Float[Array, ""]]
 class FinalImages(NamedTuple):
     """Final images trained on the forward process. Noise and noise levels depend only on the keys.
 
-    Two images with the same noise and noise level form one sample of the b: x0 is `[b 2 ...]`, with one key per pair.
+    k images with one noise level can form one sample of the b: x0 is `[b k ...]`, with one key per sample.
     """
 
     x0: Float[Array, "b ..."]
@@ -72,7 +72,8 @@ class TrainBatch(NamedTuple):
     samples: Transitions | FinalImages
     shared: SharedInputs
     rows: Int[Array, "b"]  # prompt index of each image
-    advantages: Float[Array, "b"]  # DiffusionNFT: probability of being good; not read by DPO
+    # DiffusionNFT: probability of being good; DGPO: of each image of a sample; not read by DPO
+    advantages: Float[Array, "b *k"]
     weight: Float[Array, "b"]  # 1, or 0 for excluded images
 
 
@@ -99,7 +100,7 @@ class MicroBatch(NamedTuple):
 
     samples: Transitions | NoiseLevels
     rows: Int[Array, "n"]
-    advantages: Float[Array, "n"]
+    advantages: Float[Array, "n *k"]
     weight: Float[Array, "n"]  # 0 for padding and excluded images
     image: Int[Array, "n"] | None = None  # image index within the pass or within a device's share
 
@@ -143,7 +144,7 @@ def passes(
         return a.reshape(rounds * chunks, *a.shape[2:])
 
     rows, advantages = (
-        jnp.broadcast_to(a, (s, b)) for a in (train_batch.rows, train_batch.advantages)
+        jnp.broadcast_to(a, (s, *a.shape)) for a in (train_batch.rows, train_batch.advantages)
     )
     trained = (jnp.arange(rounds * steps) < s).astype(jnp.float32)
     weight = trained[:, None] * train_batch.weight

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from digen_jax.algorithms.algorithm import Algorithm, Matching, MatchingSamples, Samples, Velocities
 from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
-from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
+from digen_jax.diffusion.noising import forward_noise, noised, noised_together
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
 from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.parallel.accumulate import (
@@ -185,17 +185,17 @@ class MatchingObjective:
         trained = micro.weight > 0
         # Mask before the network: infinite values in its input would not get a zero gradient.
         (x0,) = mask_rows(trained, x0)
-        pairs = self.algorithm.images_per_sample == 2
-        noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])
-        given = (noised_pairs if pairs else noised)(x0, noise, sigma)
+        together = self.algorithm.images_per_sample > 1
+        noise = forward_noise(keys, draws, x0.shape[2 if together else 1 :])
+        given = (noised_together if together else noised)(x0, noise, sigma)
         return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)
 
     def _at(self, policy: Velocity, samples: MatchingSamples) -> Float[Array, "n *shape"]:
-        """Evaluates a policy's velocities. The two images of a pair are adjacent in the batch."""
-        x, sigma = samples.x, samples.sigma
-        if self.algorithm.images_per_sample == 1:
+        """Evaluates a policy's velocities. The images of a sample are adjacent in the batch."""
+        x, sigma, together = samples.x, samples.sigma, self.algorithm.images_per_sample
+        if together == 1:
             return policy(x, sigma)
-        return policy(x.reshape(-1, *x.shape[2:]), jnp.repeat(sigma, 2)).reshape(x.shape)
+        return policy(x.reshape(-1, *x.shape[2:]), jnp.repeat(sigma, together)).reshape(x.shape)
 
 
 Objective = TransitionObjective | MatchingObjective

@@ -266,10 +266,10 @@ def make_train_batch(
     samples, rows = images.samples, images.rows
     weight = np.ones(len(rows), np.float32) if weight is None else weight
     prepared = system.trainer.algorithm.prepare(advantages, weight, rows)
-    if prepared.pairs is not None:
-        # Two images form one sample, with the key of the preferred (first) image.
-        x0 = _gather(samples.x0, put(prepared.pairs, group.replicated), 0, group.batch)
-        first = prepared.pairs[:, 0]
+    if prepared.members is not None:
+        # Several images form one sample, with the key of the first one.
+        x0 = _gather(samples.x0, put(prepared.members, group.replicated), 0, group.batch)
+        first = prepared.members[:, 0]
         keys = _gather(samples.keys, put(first, group.replicated), 0, group.batch)
         samples, rows = FinalImages(x0, keys, samples.sigmas), rows[first]
     each = (rows, prepared.advantages, prepared.weight)

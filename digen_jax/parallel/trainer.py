@@ -134,7 +134,7 @@ class Trainer:
         self._fold, self._add = (jax.jit(one, donate_argnums=0) for one in (fold, add))
         self._update = jax.jit(self._apply_update, donate_argnums=0)
         # A copy that samples is not donated: samplers and the trainer still refer to the version.
-        donated = () if algorithm.samples_from_copy else 0
+        donated = () if algorithm.copy_samples_from is not None else 0
         self._update_copy = jax.jit(self._updated_copy, donate_argnums=donated)
 
     def init(self, tuned: Any) -> TrainState:
@@ -280,9 +280,10 @@ class Trainer:
         decay = np.float32(self.algorithm.slow_copy.at(updates))
         return state._replace(copy=self._update_copy(state.copy, state.tuned, decay))
 
-    def sampling_params(self, state: TrainState) -> Any:
-        """Returns the behavior policy between two steps: the trained parameters, or the algorithm's copy."""
-        return state.copy if self.algorithm.samples_from_copy else state.tuned
+    def sampling_params(self, state: TrainState, updates: int) -> Any:
+        """Returns the behavior policy after `updates` updates: the trained parameters, or the algorithm's copy."""
+        first = self.algorithm.copy_samples_from
+        return state.tuned if first is None or updates < first else state.copy
 
     def _policies(self, state: TrainState, base: Any, behavior: Any, start: Any) -> Policies:
         """Returns the parameters that the algorithm reads; arguments as in `accumulate`."""
@@ -292,8 +293,7 @@ class Trainer:
             base,
             behavior if algorithm.reads_behavior else None,
             start if algorithm.reads_start else None,
-            # A copy that samples is read as the behavior policy.
-            None if algorithm.samples_from_copy else state.copy,
+            state.copy if algorithm.reads_copy else None,
         )
 
     def trace_accumulate(self, tuned: Any, base: Any, train_batch: TrainBatch) -> jax.stages.Traced:

@@ -152,15 +152,15 @@ def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
 
 
 def trained_samples(config: TrainConfig) -> int:
-    """Returns the number of images, or image pairs, that the trainer gets from a chunk."""
+    """Returns the number of images, pairs or groups that the trainer gets from a chunk."""
     chunk, images = config.sampler.chunk, config.batch.images
-    if config.algorithm.images_per_sample == 2:
-        return chunk // images  # one pair per group
+    if config.algorithm.images_per_sample > 1:
+        return chunk // images  # a group, or one pair of it
     return config.advantages.kept(chunk, images)
 
 
 def training_work(config: TrainConfig, family: Family, samples: int, update: int = 0) -> Work:
-    """Returns the needed FLOPs of the gradient of `samples` images, or image pairs, of a chunk.
+    """Returns the needed FLOPs of the gradient of `samples` images, pairs or groups of a chunk.
 
     `update` counts the updates before it in its step.
     """
@@ -175,7 +175,7 @@ def training_work(config: TrainConfig, family: Family, samples: int, update: int
     # Forward passes without gradients: the behavior policy, the policy at the start of the step if an update has
     # changed it, and the slow copy unless it is the behavior policy.
     fixed = algorithm.reads_behavior + (algorithm.reads_start and update > 0)
-    fixed += algorithm.slow_copy is not None and not algorithm.samples_from_copy
+    fixed += algorithm.reads_copy
     needed.update(_times(trained, fixed))
     if algorithm.reads_reference:
         needed.update(_times(forward, count * policy.reference_sequences))

@@ -153,9 +153,10 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
     trained = jax.eval_shape(
         lambda made: trained_part(made, jax.random.split(jax.random.key(0), samples)), trajectory
     )
-    if config.algorithm.images_per_sample == 2:
+    together = config.algorithm.images_per_sample
+    if together > 1:
         count, *shape = trained.x0.shape
-        trained = trained._replace(x0=trained.x0.update(shape=(count, 2, *shape)))
+        trained = trained._replace(x0=trained.x0.update(shape=(count, together, *shape)))
     arrays = trained, trajectory.sigmas
     trained, sigmas = with_shardings(arrays, sample_shardings(arrays, group))
     records = step_records(config, system.policy.family)
@@ -164,7 +165,12 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
     row: Any = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
     largest: Any = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
-    train_batch = TrainBatch(trained, SharedInputs(prompts, largest), row, number, number)
+    of_images = (
+        number.update(shape=(samples, together))
+        if together > 1 and not config.algorithm.ranks
+        else number
+    )
+    train_batch = TrainBatch(trained, SharedInputs(prompts, largest), row, of_images, number)
     return system.trainer.trace_accumulate(system.start, system.base, train_batch)
 
 

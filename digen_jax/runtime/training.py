@@ -225,9 +225,11 @@ class OtherTrainingExecutor(GradientExecutor):
         if found is None:
             return False
         tuned, copy = found
-        self._weights = {weights_version: TrainState(tuned, None, None, copy)}
+        state = TrainState(tuned, None, None, copy)
+        self._weights = {weights_version: state}
         if not weights_version.update:
-            tree = copy if self.system.trainer.algorithm.samples_from_copy else tuned
+            updates = weights_version.version * self._steps.settings.updates
+            tree = self.system.trainer.sampling_params(state, updates)
             self._version_weights[weights_version] = tree if self._fixed is None else self._fixed
         return True
 
@@ -334,7 +336,8 @@ class TrainingExecutor(GradientExecutor):
         """Offers the behavior policy as a version, and separate evaluation weights if an evaluation is due."""
         settings, tree = self._steps.settings, self._fixed
         if tree is None:
-            tree = self.system.updater.sampling_params(self.state)
+            updates = version * settings.updates
+            tree = self.system.updater.sampling_params(self.state, updates)
         self._add(WeightsVersion(version), tree)
         if settings.separate_eval_weights and settings.evaluated_images(version):
             self._add(WeightsVersion(version, evaluated=True), self.state.evaluated)

@@ -1,4 +1,4 @@
-"""AWM, DiffusionNFT and diffusion DPO against float64 transcriptions of their papers and public code."""
+"""Losses of final images against float64 transcriptions of their papers and public code, and its numbers."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ import pytest
 
 from digen_jax.algorithms.algorithm import Matching
 from digen_jax.algorithms.awm import AWM, awm_loss, matching_log_prob
+from digen_jax.algorithms.dgpo import DGPO, dgpo_loss
 from digen_jax.algorithms.diffusion_nft import (
     DiffusionNFT,
     diffusion_nft_loss,
@@ -19,7 +20,8 @@ from digen_jax.algorithms.diffusion_nft import (
 )
 from digen_jax.algorithms.preference import DiffusionDPO, diffusion_dpo_loss, preference_pairs
 
-GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
+DATA = pathlib.Path(__file__).parents[1] / "data"
+GOLDEN, GROUPS = np.load(DATA / "flow_rl.npz"), np.load(DATA / "group_losses.npz")
 WEIGHTINGS = "uniform", "sigma", "sigma_squared", "huber", "ghuber"
 AWM_BASE = AWM(
     old_log_probs="recomputed",
@@ -32,19 +34,32 @@ AWM_BASE = AWM(
 )
 NFT = DiffusionNFT(beta=0.3, adv_clip=4.0, kl_coefficient=0.2, weight_floor=1e-5)
 DPO = DiffusionDPO(beta=3.0)
-SETTINGS = {"diffusion_nft": NFT, "diffusion_dpo": DPO} | {
+GROUP_DPO = DGPO(beta=1.5, clip_range=0.5, adv_clip=2.0, kl_coefficient=0.2)
+SETTINGS = {
+    "diffusion_nft": NFT,
+    "diffusion_dpo": DPO,
+    "dgpo": GROUP_DPO,
+    "dgpo-copy": dataclasses.replace(GROUP_DPO, reference="copy", kl_coefficient=0.0),
+} | {
     f"awm-{weighting}-{old}": dataclasses.replace(AWM_BASE, weighting=weighting, old_log_probs=old)
     for weighting in WEIGHTINGS
     for old in ("recomputed", "current")
 }
-LOSSES = {AWM: awm_loss, DiffusionNFT: diffusion_nft_loss, DiffusionDPO: diffusion_dpo_loss}
+LOSSES = {
+    AWM: awm_loss,
+    DiffusionNFT: diffusion_nft_loss,
+    DiffusionDPO: diffusion_dpo_loss,
+    DGPO: dgpo_loss,
+}
 # The arrays shaped like images, and those with one number a sample.
 IMAGES = {
     AWM: ("v", "target", "v_reference", "v_ema"),
     DiffusionNFT: ("v", "x0", "x", "v_old", "v_reference"),
     DiffusionDPO: ("v", "v_reference", "target"),
+    DGPO: ("v", "target", "v_copy", "v_reference"),
 }
-FIXED = "v_old", "v_reference", "v_ema", "old_log_prob"  # arrays that get no gradient
+# Arrays that get no gradient.
+FIXED = "v_old", "v_reference", "v_ema", "old_log_prob", "v_copy"
 N = 8
 
 
@@ -57,6 +72,8 @@ def samples(settings: Matching, n: int = N, seed: int = 0) -> dict[str, np.ndarr
             fields |= {"sigma": rng.uniform(0.1, 1, n), "advantages": rng.normal(size=n) * 2}
         case DiffusionNFT():
             fields |= {"sigma": rng.uniform(0.02, 1, n), "reward_prob": rng.uniform(0, 1, n)}
+        case DGPO():
+            fields |= {"advantages": rng.normal(size=(n, 2)) * 2}
     fields = {name: np.float32(field).astype(np.float64) for name, field in fields.items()}
     if isinstance(settings, AWM):
         own = [awm_log_prob(settings, sample(fields, i), fields["v"][i]) for i in range(n)]
@@ -115,6 +132,24 @@ def transcription(settings, one, v, frozen):
                 for k in (0, 1)
             )
             return -math.log(1 / (1 + math.exp(settings.beta / 2 * (win - lose))))
+        case DGPO():
+
+            def errors(u):
+                return [np.mean((u[k] - one["target"][k]) ** 2) for k in (0, 1)]
+
+            now, fixed, old = errors(v), errors(frozen), errors(one["v_copy"])
+            before = errors(one["v_reference"]) if settings.reference == "initial" else old
+            advantages = [
+                min(max(a, -settings.adv_clip), settings.adv_clip) for a in one["advantages"]
+            ]
+            change = sum(a * (f - b) for a, f, b in zip(advantages, fixed, before, strict=True)) / 2
+            weight, total = 1 / (1 + math.exp(-settings.beta * change)), 0.0
+            for k, advantage in enumerate(advantages):
+                ratio, bound = math.exp(old[k] - fixed[k]), settings.clip_range
+                beyond = ratio > 1 + bound if advantage > 0 else ratio < 1 - bound
+                total += weight * advantage * (fixed[k] if beyond else now[k]) / 2
+            kl = np.mean((v - one["v_reference"]) ** 2) if settings.kl_coefficient else 0.0
+            return total + settings.kl_coefficient * kl
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -154,9 +189,10 @@ def test_loss_and_gradient_equal_float64_transcription(name):
         np.testing.assert_allclose(gradient["v"][i], slopes, rtol=0, atol=1e-5 * abs(slopes).max())
     for fixed in set(FIXED) & set(gradient):
         np.testing.assert_array_equal(gradient[fixed], 0)
-    if isinstance(settings, AWM):
-        clipped = np.asarray(terms["clip_fraction"]) == 1
-        assert clipped.any() == (settings.old_log_probs == "recomputed") and not clipped.all()
+    if isinstance(settings, AWM | DGPO):
+        clipped = np.asarray(terms["clip_fraction"]) > 0
+        ratios = getattr(settings, "old_log_probs", "") != "current"
+        assert clipped.any() == ratios and not clipped.all()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -184,6 +220,7 @@ def test_a_sample_does_not_depend_on_its_batch_and_padding_adds_nothing(name):
         (AWM_BASE, "v_reference", {"kl_coefficient": 0.0}),
         (AWM_BASE, "v_ema", {"ema_kl_coefficient": 0.0}),
         (NFT, "v_reference", {"kl_coefficient": 0.0}),
+        (GROUP_DPO, "v_reference", {"kl_coefficient": 0.0, "reference": "copy"}),
     ],
 )
 def test_inputs_are_needed_only_if_the_settings_read_them(settings, missing, change):
@@ -276,6 +313,35 @@ def test_probabilities_stay_in_their_range_with_a_clip_below_1():
     for mode, expected in (("all", [0, 0.25, 0.625, 1]), ("binary", [0, 0, 1, 1])):
         settings = DiffusionNFT(adv_clip=0.4, advantage_mode=mode)
         np.testing.assert_allclose(reward_probabilities(settings, advantages), expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------ groups
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "case"),
+    [
+        ("dgpo", DGPO(beta=100.0, clip_range=1e-2, kl_coefficient=0.02), "initial"),
+        (
+            "dgpo",
+            DGPO(beta=100.0, clip_range=1e-2, kl_coefficient=0.02, reference="copy"),
+            "copy",
+        ),
+    ],
+)
+def test_golden_groups(name, settings, case):
+    """The authors' loss of three groups of four images: its mean, and its gradient."""
+    keys = [key for key in GROUPS if key.startswith(f"{name}_")]
+    fields = {key.removeprefix(f"{name}_"): GROUPS[key] for key in keys}
+    fields = {key: fields[key] for key in ("v", "target", "v_copy", "v_reference", "advantages")}
+    terms, gradient = loss_of(fields, settings)
+    expected = float(GROUPS[f"{name}_{case}_loss"])
+    assert float(terms["loss"].mean()) == pytest.approx(expected, rel=2e-5)
+    reference = GROUPS[f"{name}_{case}_gradient"]
+    assert np.abs(gradient["v"] / 3 - reference).max() <= 1e-5 * np.abs(reference).max()
+    if name == "dgpo":
+        clipped = float(GROUPS[f"dgpo_{case}_clipped"])
+        assert float(terms["clip_fraction"].mean()) == pytest.approx(clipped) and 0 < clipped < 1
 
 
 # ------------------------------------------------------------------------------ diffusion DPO

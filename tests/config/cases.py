@@ -6,6 +6,7 @@ ODE = dict(sampler__kind="ode", sampler__window=dict(length=0), sampler__noise_l
 FORWARD = {
     "diffusion_nft": ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=7))),
     "awm": ODE | dict(algorithm=dict(name="awm")),
+    "dgpo": ODE | dict(algorithm=dict(name="dgpo")),
     "diffusion_dpo": ODE | dict(algorithm=dict(name="diffusion_dpo"), trainer__micro_batch=24),
 }
 TWO = dict(rewards=("shapes_geneval", "tests.parallel.toy:brightness"))

@@ -15,7 +15,9 @@ from digen_jax.config.train_config import ALGORITHMS
 from digen_jax.errors import LARGEST_SEED, ConfigError
 from tests.config.cases import DYNAMIC, EARLY, FORWARD, TWO, changed
 
-NFT, AWM, DPO = (FORWARD[name] for name in ("diffusion_nft", "awm", "diffusion_dpo"))
+NFT, AWM, DPO, GROUPS = (
+    FORWARD[name] for name in ("diffusion_nft", "awm", "diffusion_dpo", "dgpo")
+)
 
 
 def refused(config) -> str:
@@ -195,6 +197,18 @@ def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
         (DPO | dict(sampler__chunk=6, trainer__micro_batch=2), "batch.images sampler.chunk"),
         (DPO | dict(trainer__micro_batch=3), "trainer.micro_batch"),
         (DPO | dict(trainer__micro_batch=16), "trainer.micro_batch"),
+        (
+            GROUPS | dict(sampler__chunk=16, trainer__micro_batch=16),
+            "batch.images sampler.chunk",
+        ),
+        (GROUPS | dict(trainer__micro_batch=16), "batch.images trainer.micro_batch"),
+        (
+            GROUPS | dict(sampler__chunk=72, trainer__micro_batch=48),
+            "trainer.micro_batch sampler.chunk",
+        ),
+        (GROUPS | dict(advantages__best_and_worst=2), "advantages.best_and_worst"),
+        (GROUPS | dict(algorithm__times__first=9), "algorithm.times.first"),
+        (GROUPS | dict(algorithm__times__first=3), "algorithm.times.count"),
         (DPO | dict(trainer__micro_batch=4), "placement.trainer trainer.micro_batch"),
         (
             DYNAMIC | dict(runtime__oversampled_groups=2),

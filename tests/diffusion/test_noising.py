@@ -10,7 +10,7 @@ from digen_jax.diffusion.noising import (
     ScheduleTimes,
     forward_noise,
     noised,
-    noised_pairs,
+    noised_together,
 )
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
@@ -50,7 +50,7 @@ def test_noised_is_float32_whatever_comes_in():
 
 def test_pairs_share_noise_and_noise_level():
     (a, noise, sigma), (b, *_) = random_images(3), random_images(3, seed=1)
-    pairs = noised_pairs(jnp.stack([a, b], 1), noise, sigma)
+    pairs = noised_together(jnp.stack([a, b], 1), noise, sigma)
     assert pairs.x.shape == pairs.target.shape == (3, 2, *SHAPE)
     for k, x0 in enumerate((a, b)):
         alone = noised(x0, noise, sigma)

@@ -135,7 +135,7 @@ def test_meshes_and_types_apart_are_those_of_one_process(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dance_grpo", "mix_grpo", "flow_dppo", "diffusion_dpo"])
+@pytest.mark.parametrize("name", ["dance_grpo", "mix_grpo", "flow_dppo", "diffusion_dpo", "dgpo"])
 def test_each_kind_of_samples_trains_as_in_one_process(name):
     """The other algorithms differ from these, or from those above, on the trainer alone."""
     c = config(name)

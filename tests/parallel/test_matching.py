@@ -1,4 +1,4 @@
-"""DiffusionNFT, AWM and diffusion DPO in the trainer, against loops over single samples."""
+"""Losses of final images in the trainer, against loops over single samples."""
 
 import functools
 import itertools
@@ -43,7 +43,11 @@ METHODS = {
     "awm": dict(clip_range=0.01, adv_clip=2.0, kl_coefficient=0.2, times=TIMES)
     | dict(ema_kl_coefficient=0.7, weighting="sigma", old_log_probs="recomputed"),
     "diffusion_dpo": dict(beta=3.0, times=TIMES),
+    "dgpo": dict(beta=3.0, clip_range=0.01, adv_clip=2.0, kl_coefficient=0.2)
+    | dict(times=dict(count=2, first=3)),
 }
+# Of which a complete group is a sample.
+GROUPED = ("dgpo",)
 
 
 def config(name, tuning="full", mesh=(1, 1, 1), micro=4, pack=2, chunk=12, **fields):
@@ -89,6 +93,8 @@ def levels(name, key):
     key = jax.random.fold_in(key, 3)
     if name == "diffusion_nft":
         return jax.random.permutation(key, SIGMAS[:-1])[:COUNT]
+    if name in GROUPED:
+        return jax.random.permutation(key, SIGMAS[:3])[:2]
     u = 1 / (1 + np.exp(-(-0.3 + 1.2 * jax.random.normal(key, (COUNT,)))))
     return 2 * u / (1 + u)
 
@@ -135,6 +141,25 @@ def dpo(samples, v, reference):
     return terms | dict(preferred_error=win, dispreferred_error=lose)
 
 
+def dgpo(samples, v, copy, reference, advantages):
+    """The authors' loss of a group (arXiv 2510.08425)."""
+    fixed = jax.lax.stop_gradient
+
+    def errors(us):
+        return jnp.stack(
+            [((u - sample[3]) ** 2).mean() for u, sample in zip(us, samples, strict=True)]
+        )
+
+    error, old, advantages = errors(v), errors(copy), jnp.clip(advantages, -2, 2)
+    ratio = jnp.exp(old - error)
+    beyond = jnp.where(advantages > 0, ratio > 1.01, ratio < 0.99)
+    kept = jnp.where(beyond, fixed(error), error)
+    weight = fixed(jax.nn.sigmoid(3 * (advantages * (error - errors(reference))).mean()))
+    kl = jnp.stack([((a - b) ** 2).mean() for a, b in zip(v, reference, strict=True)]).mean()
+    terms = dict(policy_loss=(weight * advantages * kept).mean(), matching_error=error.mean())
+    return terms | dict(group_weight=weight, clip_fraction=beyond.mean(), kl=kl)
+
+
 @functools.cache
 def differentiated(name, guidance, with_kl):
     own, of_reference = GUIDANCE[guidance][1]
@@ -161,8 +186,11 @@ def differentiated(name, guidance, with_kl):
         if name == "diffusion_dpo":
             terms = dpo(samples, v, reference)
         else:
-            method = {"diffusion_nft": nft, "awm": awm}[name]
-            terms = method(samples[0], v[0], old[0], slow[0], reference[0], judged)
+            if name in GROUPED:
+                terms = {"dgpo": dgpo}[name](samples, v, slow, reference, judged)
+            else:
+                method = {"diffusion_nft": nft, "awm": awm}[name]
+                terms = method(samples[0], v[0], old[0], slow[0], reference[0], judged[0])
             if not with_kl:
                 del terms["kl"]
             kl, ema_kl = terms.get("kl", 0), terms.get("ema_kl", 0)
@@ -185,10 +213,13 @@ def plain(name, tuning, guidance, with_kl, left_out=(), chosen=None):
     pairs = [(i,) for i in range(len(ROWS)) if i not in left_out]
     if name == "diffusion_dpo":
         pairs = chosen or best_and_worst(JUDGED, (0, 1, 3))
+    if name in GROUPED:
+        pairs = [tuple(np.flatnonzero(group == ROWS)) for group in range(GROUPS)]
     for images in pairs:
         key, prompt = keys()[images[0]], [c[ROWS[images[0]]][None] for c in PROMPTS.conditioning]
         for draw, sigma in enumerate(levels(name, key)):
-            given = X0[list(images)], key, draw, jnp.float32(sigma), JUDGED[images[0]], prompt
+            judged = JUDGED[list(images)]
+            given = X0[list(images)], key, draw, jnp.float32(sigma), judged, prompt
             gradient, terms = differentiated(name, guidance, with_kl)(*trees, *given)
             found.append(jax.tree.map(np.float64, jax.device_get(gradient)))
             sums.append({"weight": 1.0, **{term: float(value) for term, value in terms.items()}})
@@ -209,7 +240,7 @@ def accumulated(name, tuning, change=lambda train_batch: train_batch, **cut):
     trainer, (tuned, behavior, copy) = parts.trainer, parameters(tuning)
     state = trainer.init(tuned)
     laid = [jax.device_put(tree, trainer.group.params(tree)) for tree in (behavior, copy)]
-    state = state._replace(copy=laid[1] if name == "awm" else state.copy)
+    state = state._replace(copy=laid[1] if name in ("awm", "dgpo") else state.copy)
     totals, size = None, c.sampler.chunk
     for first in range(0, len(ROWS), size):
         part = slice(first, first + size)
@@ -232,6 +263,7 @@ CASES = [
     ("diffusion_nft", "lora", "own", True, dict(mesh=(2, 2, 1), micro=6, pack=2)),
     ("awm", "full", "as sampled", True, dict(mesh=(1, 1, 2), micro=2, pack=1, chunk=6)),
     ("diffusion_dpo", "lora", "own", True, dict(mesh=(1, 2, 1), micro=4, pack=2)),
+    ("dgpo", "lora", "own", True, dict(mesh=(1, 2, 1), micro=6, pack=2)),
 ]
 
 
@@ -240,8 +272,9 @@ def test_the_gradient_is_that_of_single_samples(name, tuning, guidance, with_kl,
     """Sampled with guidance: unless the config says otherwise, the published losses are trained without."""
     expected = plain(name, tuning, guidance, with_kl)
     sums = expected[1]
-    assert sums["weight"] == COUNT * (3 if name == "diffusion_dpo" else len(ROWS))
-    if name == "awm":
+    samples = {"diffusion_dpo": 3 * COUNT, "dgpo": GROUPS * 2}
+    assert sums["weight"] == samples.get(name, COUNT * len(ROWS))
+    if name in ("awm", "dgpo"):
         assert 0 < sums["clip_fraction"] < sums["weight"]
     fields = GUIDANCE[guidance][0] | ({} if with_kl else dict(algorithm__kl_coefficient=0.0))
     assert_equal(accumulated(name, tuning, **fields, **cut), expected)
@@ -406,6 +439,23 @@ def test_awms_copy_follows_and_is_not_what_is_published(monkeypatch):
     for version, (state, _) in enumerate(states, 1):
         jax.tree.map(np.testing.assert_array_equal, versions[version], state.tuned)
     assert history[0]["ema_kl"] == pytest.approx(0, abs=1e-9) and history[1]["ema_kl"] > 0
+
+
+def test_dgpos_copy_samples_from_some_update_on(monkeypatch):
+    """Of two updates a step: versions 1 and 2, after updates 2 and 4, are the trained policy and its copy."""
+    slow = LinearDecay(start=1, slope=0.2, largest=0.9)
+    monkeypatch.setattr("digen_jax.algorithms.dgpo.SLOW_COPY", slow)
+    fields = dict(algorithm__copy_samples_from=3, trainer__updates=2, chunk=6, micro=6)
+    parts, states, _, history, versions = driven(monkeypatch, "dgpo", 3, **fields)
+    copy = jax.device_get(parts.start)
+    for (state, _), keep in zip(states, (0.2, 0.6, 0.9), strict=True):
+        copy = jax.tree.map(lambda a, b, k=keep: k * np.float64(a) + (1 - k) * b, copy, state.tuned)
+        assert toy.difference(state.copy, copy) < 1e-6
+        assert toy.difference(state.tuned, copy) > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, versions[1], states[0][0].tuned)
+    for version in (2, 3):
+        jax.tree.map(np.testing.assert_array_equal, versions[version], states[version - 1][0].copy)
+    assert all(0 < line["group_weight"] < 1 for line in history)
 
 
 def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
