@@ -21,6 +21,7 @@ tis             truncated importance sampling: half of the images have a policy 
 decoupled       decoupled PPO (arXiv 2110.00641), the same without truncation
 diffusion_nft   DiffusionNFT (arXiv 2509.16117): forward process, second-order ODE sampler
 awm             AWM (arXiv 2509.25050): matching losses, weighted by advantages
+crd             CRD (arXiv 2603.14128): implicit rewards of a group match its rewards; KL to the guided initial model
 dgpo            DGPO (arXiv 2510.08425): contrasts the images of a group, relative to the initial model
 diffusion_dpo   diffusion DPO (arXiv 2311.12908) of the best and the worst image of each group
 dpo_offline     the same on a fixed set of images from the initial model
@@ -113,6 +114,12 @@ ALGORITHMS = {
         sampler=ODE, algorithm=dict(name="diffusion_nft", times=dict(count=4)), trainer=FORWARD
     ),
     "awm": dict(sampler=ODE, algorithm=dict(name="awm", times=dict(count=4)), trainer=FORWARD),
+    "crd": dict(
+        sampler=ODE,
+        advantages=dict(std="global"),
+        algorithm=dict(name="crd", reference_guidance=2.5, times=dict(count=4)),
+        trainer=FORWARD | dict(learning_rate=1e-4),
+    ),
     "dgpo": dict(
         sampler=ODE, algorithm=dict(name="dgpo", times=dict(count=4, first=6)), trainer=FORWARD
     ),

@@ -27,15 +27,16 @@ EmaUnit = Literal["update", "step"]
 
 @dataclasses.dataclass(frozen=True)
 class LinearDecay:
-    """Decay that is 0 for `start` updates, then rises by `slope` per update, up to `largest`."""
+    """Decay that is `first` for `start` updates, then rises by `slope` per update, up to `largest`."""
 
     start: Count  # updates before the decay increases
     slope: NonNegativeFloat  # increase of the decay per update
     largest: Decay  # maximum decay, below 1
+    first: Decay = 0.0  # decay before it increases
 
     def at(self, updates: int) -> float:
         """Returns the decay after `updates` updates, including those of the current step."""
-        return min(max(updates - self.start, 0) * self.slope, self.largest)
+        return min(self.first + max(updates - self.start, 0) * self.slope, self.largest)
 
 
 # DiffusionNFT's `decay_type` (arXiv 2509.16117, eta; values of its public code). 0 is on-policy: the old
@@ -209,6 +210,11 @@ class Algorithm:
         return None
 
     @property
+    def sampling_copy(self) -> LinearDecay | None:
+        """Decay of a second slow copy, which is the behavior policy. None means that there is none."""
+        return None
+
+    @property
     def copy_samples_from(self) -> int | None:
         """Number of updates from which the slow copy is the behavior policy. None means never."""
         return None
@@ -292,6 +298,7 @@ class Matching(Algorithm):
     """
 
     objective: ClassVar[Literal["matching"]] = "matching"
+    shares_noise: ClassVar[bool] = True  # the images of a sample get the same noise
     guidance: float  # of training; in a config 0: the sampler's
     reference_guidance: float  # in a config 0, its default: as `guidance`
 

@@ -25,6 +25,7 @@ ALGORITHMS = {
     "policy_gradient": "digen_jax.algorithms.policy_gradient:PolicyGradient",
     "diffusion_nft": "digen_jax.algorithms.diffusion_nft:DiffusionNFT",
     "awm": "digen_jax.algorithms.awm:AWM",
+    "crd": "digen_jax.algorithms.crd:CRD",
     "dgpo": "digen_jax.algorithms.dgpo:DGPO",
     "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
 }
@@ -159,6 +160,7 @@ class TrainConfig:
             # The sampler does not use the trained parameters, or their average is evaluated.
             separate_eval_weights=self.trainer.ema > 0
             or algorithm.copy_samples_from is not None
+            or algorithm.sampling_copy is not None
             or algorithm.set_steps > 0,
         )
 

@@ -185,7 +185,7 @@ class MatchingObjective:
         trained = micro.weight > 0
         # Mask before the network: infinite values in its input would not get a zero gradient.
         (x0,) = mask_rows(trained, x0)
-        together = self.algorithm.images_per_sample > 1
+        together = self.algorithm.images_per_sample > 1 and self.algorithm.shares_noise
         noise = forward_noise(keys, draws, x0.shape[2 if together else 1 :])
         given = (noised_together if together else noised)(x0, noise, sigma)
         return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)

@@ -86,12 +86,16 @@ def updates_made(state: optax.OptState) -> Int[Array, ""]:
 
 
 class TrainState(NamedTuple):
-    """State that a step changes. `ema` is None without an average, `copy` without a slow copy."""
+    """State that a step changes. `ema` is None without an average, `copy` and `sampling` without a slow copy.
+
+    `sampling` is the algorithm's `sampling_copy`.
+    """
 
     tuned: Any
     optimizer: Any
     ema: Any
     copy: Any = None
+    sampling: Any = None
 
     @property
     def evaluated(self) -> Any:
@@ -134,7 +138,8 @@ class Trainer:
         self._fold, self._add = (jax.jit(one, donate_argnums=0) for one in (fold, add))
         self._update = jax.jit(self._apply_update, donate_argnums=0)
         # A copy that samples is not donated: samplers and the trainer still refer to the version.
-        donated = () if algorithm.copy_samples_from is not None else 0
+        samples = algorithm.copy_samples_from is not None or algorithm.sampling_copy is not None
+        donated = () if samples else 0
         self._update_copy = jax.jit(self._updated_copy, donate_argnums=donated)
 
     def init(self, tuned: Any) -> TrainState:
@@ -146,8 +151,9 @@ class Trainer:
         tuned = jax.device_put(tuned, shardings.tuned)
         optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
         ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
-        copy = jax.tree.map(jnp.copy, tuned) if self.algorithm.slow_copy else None
-        return TrainState(tuned, optimizer, ema, copy)
+        kept = self.algorithm.slow_copy, self.algorithm.sampling_copy
+        copies = (jax.tree.map(jnp.copy, tuned) if one else None for one in kept)
+        return TrainState(tuned, optimizer, ema, *copies)
 
     def accumulate(
         self,
@@ -245,7 +251,7 @@ class Trainer:
     def update(
         self, state: TrainState, totals: Totals, reward_std: float | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; `state` is donated, except its slow copy, which is unchanged.
+        """Takes one optimizer step; `state` is donated, except its slow copies, which are unchanged.
 
         If every image is excluded, the gradient is 0, but Adam still updates: its moments decay, and the parameters
         move by the moments and the weight decay.
@@ -265,23 +271,31 @@ class Trainer:
                     "groups were trained before the global std was known: give reward_std"
                 )
             scale = np.float32(1 / (reward_std + STD_EPS))
-        updated, metrics = self._update(state._replace(copy=None), totals, scale)
-        return updated._replace(copy=state.copy), metrics
+        updated, metrics = self._update(state._replace(copy=None, sampling=None), totals, scale)
+        return updated._replace(copy=state.copy, sampling=state.sampling), metrics
 
     def end_step(self, state: TrainState, updates: int) -> TrainState:
-        """Moves the slow copy towards the trained parameters, after all updates of a step.
+        """Moves the slow copies towards the trained parameters, after all updates of a step.
 
         Args:
-          state: Its copy is donated, unless the copy samples.
+          state: Its copies are donated, unless one samples.
           updates: Number of optimizer updates so far, in all steps.
         """
-        if self.algorithm.slow_copy is None:
-            return state
-        decay = np.float32(self.algorithm.slow_copy.at(updates))
-        return state._replace(copy=self._update_copy(state.copy, state.tuned, decay))
+        algorithm = self.algorithm
+        decays = {"copy": algorithm.slow_copy, "sampling": algorithm.sampling_copy}
+        moved = {
+            name: self._update_copy(
+                getattr(state, name), state.tuned, np.float32(decay.at(updates))
+            )
+            for name, decay in decays.items()
+            if decay is not None
+        }
+        return state._replace(**moved)
 
     def sampling_params(self, state: TrainState, updates: int) -> Any:
-        """Returns the behavior policy after `updates` updates: the trained parameters, or the algorithm's copy."""
+        """Returns the behavior policy after `updates` updates: the trained parameters, or one of the slow copies."""
+        if self.algorithm.sampling_copy is not None:
+            return state.sampling
         first = self.algorithm.copy_samples_from
         return state.tuned if first is None or updates < first else state.copy
 
@@ -303,13 +317,13 @@ class Trainer:
 
     def trace_update(self, tuned: Any) -> jax.stages.Traced:
         """Traces the program of `update` for shapes with shardings."""
-        state = self._state_shapes(tuned)._replace(copy=None)
+        state = self._state_shapes(tuned)._replace(copy=None, sampling=None)
         return self._update.trace(state, self._totals_shapes(tuned), None)
 
     def _state_shapes(self, tuned: Any) -> TrainState:
         optimizer = jax.eval_shape(self._optimizer.init, tuned)
         optimizer = with_shardings(optimizer, self._shardings(tuned).optimizer)
-        kept = self.settings.ema, self.algorithm.slow_copy
+        kept = self.settings.ema, self.algorithm.slow_copy, self.algorithm.sampling_copy
         return TrainState(tuned, optimizer, *(tuned if one else None for one in kept))
 
     def _totals_shapes(self, tuned: Any) -> Totals:

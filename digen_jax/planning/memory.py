@@ -53,7 +53,9 @@ def model_footprint(config: TrainConfig) -> Footprint:
         base=sizes(base),
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
-        copies=(config.trainer.ema > 0) + (algorithm.slow_copy is not None),
+        copies=(config.trainer.ema > 0)
+        + (algorithm.slow_copy is not None)
+        + (algorithm.sampling_copy is not None),
         trajectory=stored_bytes(config, family.latent_shape(config.model.size)),
         conditioning=_encoded_bytes(policy, step_records(config, family), frozen | encode),
         trainer_fsdp=placement.trainer.fsdp,

@@ -230,7 +230,9 @@ class OtherTrainingExecutor(GradientExecutor):
         if not weights_version.update:
             updates = weights_version.version * self._steps.settings.updates
             tree = self.system.trainer.sampling_params(state, updates)
-            self._version_weights[weights_version] = tree if self._fixed is None else self._fixed
+            tree = tree if self._fixed is None else self._fixed
+            if tree is not None:  # a separate copy that samples is not sent with these
+                self._version_weights[weights_version] = tree
         return True
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:

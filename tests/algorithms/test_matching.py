@@ -12,6 +12,7 @@ import pytest
 
 from digen_jax.algorithms.algorithm import Matching
 from digen_jax.algorithms.awm import AWM, awm_loss, matching_log_prob
+from digen_jax.algorithms.crd import CRD, crd_loss
 from digen_jax.algorithms.dgpo import DGPO, dgpo_loss
 from digen_jax.algorithms.diffusion_nft import (
     DiffusionNFT,
@@ -35,11 +36,14 @@ AWM_BASE = AWM(
 NFT = DiffusionNFT(beta=0.3, adv_clip=4.0, kl_coefficient=0.2, weight_floor=1e-5)
 DPO = DiffusionDPO(beta=3.0)
 GROUP_DPO = DGPO(beta=1.5, clip_range=0.5, adv_clip=2.0, kl_coefficient=0.2)
+DISTILLED = CRD(beta=0.7, adv_clip=2.0, kl_coefficient=0.2)
 SETTINGS = {
     "diffusion_nft": NFT,
     "diffusion_dpo": DPO,
     "dgpo": GROUP_DPO,
     "dgpo-copy": dataclasses.replace(GROUP_DPO, reference="copy", kl_coefficient=0.0),
+    "crd": DISTILLED,
+    "crd-plain": dataclasses.replace(DISTILLED, adaptive=False, adaptive_kl=False),
 } | {
     f"awm-{weighting}-{old}": dataclasses.replace(AWM_BASE, weighting=weighting, old_log_probs=old)
     for weighting in WEIGHTINGS
@@ -50,6 +54,7 @@ LOSSES = {
     DiffusionNFT: diffusion_nft_loss,
     DiffusionDPO: diffusion_dpo_loss,
     DGPO: dgpo_loss,
+    CRD: crd_loss,
 }
 # The arrays shaped like images, and those with one number a sample.
 IMAGES = {
@@ -57,6 +62,7 @@ IMAGES = {
     DiffusionNFT: ("v", "x0", "x", "v_old", "v_reference"),
     DiffusionDPO: ("v", "v_reference", "target"),
     DGPO: ("v", "target", "v_copy", "v_reference"),
+    CRD: ("v", "target", "v_copy", "v_reference"),
 }
 # Arrays that get no gradient.
 FIXED = "v_old", "v_reference", "v_ema", "old_log_prob", "v_copy"
@@ -72,7 +78,7 @@ def samples(settings: Matching, n: int = N, seed: int = 0) -> dict[str, np.ndarr
             fields |= {"sigma": rng.uniform(0.1, 1, n), "advantages": rng.normal(size=n) * 2}
         case DiffusionNFT():
             fields |= {"sigma": rng.uniform(0.02, 1, n), "reward_prob": rng.uniform(0, 1, n)}
-        case DGPO():
+        case DGPO() | CRD():
             fields |= {"advantages": rng.normal(size=(n, 2)) * 2}
     fields = {name: np.float32(field).astype(np.float64) for name, field in fields.items()}
     if isinstance(settings, AWM):
@@ -150,6 +156,27 @@ def transcription(settings, one, v, frozen):
                 total += weight * advantage * (fixed[k] if beyond else now[k]) / 2
             kl = np.mean((v - one["v_reference"]) ** 2) if settings.kl_coefficient else 0.0
             return total + settings.kl_coefficient * kl
+        case CRD():
+
+            def error(u, k, weighted_by):
+                scale = np.abs(weighted_by[k] - one["target"][k]).mean() if settings.adaptive else 1
+                return ((u[k] - one["target"][k]) ** 2).mean() / scale
+
+            clip = settings.adv_clip
+            wanted = [0.5 + min(max(a, -clip), clip) / (2 * clip) for a in one["advantages"]]
+            now, fixed = (
+                [error(one["v_copy"], k, one["v_copy"]) - error(u, k, frozen) for k in (0, 1)]
+                for u in (v, frozen)
+            )
+            total = 0.0
+            for k in (0, 1):
+                r, a = now[k] - sum(fixed) / 2, wanted[k] - sum(wanted) / 2
+                weight = settings.kl_coefficient
+                if settings.adaptive_kl:
+                    weight = 1e-4 + wanted[k] * (settings.kl_coefficient - 1e-4)
+                kl = ((v[k] - one["v_reference"][k]) ** 2).mean()
+                total += (clip / settings.beta * (settings.beta * r - a) ** 2 + weight * kl) / 2
+            return total
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -221,6 +248,7 @@ def test_a_sample_does_not_depend_on_its_batch_and_padding_adds_nothing(name):
         (AWM_BASE, "v_ema", {"ema_kl_coefficient": 0.0}),
         (NFT, "v_reference", {"kl_coefficient": 0.0}),
         (GROUP_DPO, "v_reference", {"kl_coefficient": 0.0, "reference": "copy"}),
+        (DISTILLED, "v_reference", {"kl_coefficient": 0.0}),
     ],
 )
 def test_inputs_are_needed_only_if_the_settings_read_them(settings, missing, change):
@@ -327,6 +355,8 @@ def test_probabilities_stay_in_their_range_with_a_clip_below_1():
             DGPO(beta=100.0, clip_range=1e-2, kl_coefficient=0.02, reference="copy"),
             "copy",
         ),
+        ("crd", CRD(beta=0.5), "adaptive"),
+        ("crd", CRD(beta=0.5, adaptive=False, adaptive_kl=False), "plain"),
     ],
 )
 def test_golden_groups(name, settings, case):

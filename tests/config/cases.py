@@ -6,6 +6,7 @@ ODE = dict(sampler__kind="ode", sampler__window=dict(length=0), sampler__noise_l
 FORWARD = {
     "diffusion_nft": ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=7))),
     "awm": ODE | dict(algorithm=dict(name="awm")),
+    "crd": ODE | dict(algorithm=dict(name="crd", times=dict(count=7))),
     "dgpo": ODE | dict(algorithm=dict(name="dgpo")),
     "diffusion_dpo": ODE | dict(algorithm=dict(name="diffusion_dpo"), trainer__micro_batch=24),
 }

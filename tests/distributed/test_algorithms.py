@@ -46,7 +46,7 @@ def config(name: str, meshes=ONE, **fields) -> ConfigDict:
     c.sampler.chunk = 4 if stale else 8
     # Of some only two images of each group are trained.
     c.trainer.micro_batch = 4 if stale or few else 8
-    if "advantages" in c:
+    if "best_and_worst" in c.get("advantages", {}):
         c.advantages.best_and_worst = 1
     if "set_steps" in c.algorithm:
         c.algorithm.set_steps = 2
@@ -135,7 +135,9 @@ def test_meshes_and_types_apart_are_those_of_one_process(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dance_grpo", "mix_grpo", "flow_dppo", "diffusion_dpo", "dgpo"])
+@pytest.mark.parametrize(
+    "name", ["dance_grpo", "mix_grpo", "flow_dppo", "diffusion_dpo", "dgpo", "crd"]
+)
 def test_each_kind_of_samples_trains_as_in_one_process(name):
     """The other algorithms differ from these, or from those above, on the trainer alone."""
     c = config(name)

@@ -46,8 +46,9 @@ METHODS = {
     "dgpo": dict(beta=3.0, clip_range=0.01, adv_clip=2.0, kl_coefficient=0.2)
     | dict(times=dict(count=2, first=3)),
 }
+METHODS["crd"] = dict(beta=0.7, adv_clip=2.0, kl_coefficient=0.2, times=METHODS["dgpo"]["times"])
 # Of which a complete group is a sample.
-GROUPED = ("dgpo",)
+GROUPED = ("dgpo", "crd")
 
 
 def config(name, tuning="full", mesh=(1, 1, 1), micro=4, pack=2, chunk=12, **fields):
@@ -160,6 +161,23 @@ def dgpo(samples, v, copy, reference, advantages):
     return terms | dict(group_weight=weight, clip_fraction=beyond.mean(), kl=kl)
 
 
+def crd(samples, v, copy, reference, advantages):
+    """Flow-Factory's loss of a group (arXiv 2603.14128), centered in the group."""
+    fixed, pairs = jax.lax.stop_gradient, list(zip(v, copy, samples, strict=True))
+
+    def error(u, target):
+        return ((u - target) ** 2 / fixed(jnp.abs(u - target).mean())).mean()
+
+    r = jnp.stack([error(old, sample[3]) - error(new, sample[3]) for new, old, sample in pairs])
+    a = 0.5 + jnp.clip(advantages, -2, 2) / 4
+    off = 0.7 * (r - fixed(r.mean())) - (a - a.mean())
+    kls = jnp.stack([((x - y) ** 2).mean() for x, y in zip(v, reference, strict=True)])
+    matching = jnp.stack([((new - sample[3]) ** 2).mean() for new, _, sample in pairs]).mean()
+    terms = dict(policy_loss=2 / 0.7 * (off**2).mean(), matching_error=matching)
+    weighted = ((1e-4 + a * (0.2 - 1e-4)) * kls).mean()
+    return terms | dict(implicit_reward=r.mean(), kl=kls.mean(), weighted_kl=weighted)
+
+
 @functools.cache
 def differentiated(name, guidance, with_kl):
     own, of_reference = GUIDANCE[guidance][1]
@@ -174,10 +192,15 @@ def differentiated(name, guidance, with_kl):
         return v(*PROMPTS.null) + guidance * (v(*prompt) - v(*PROMPTS.null))
 
     def loss(tuned, behavior, copy, x0s, key, draw, sigma, judged, prompt):
-        noise = jax.random.normal(
-            jax.random.fold_in(jax.random.fold_in(key, 2), draw), x0s.shape[1:]
-        )
-        samples = [(x0, (1 - sigma) * x0 + sigma * noise, sigma, noise - x0) for x0 in x0s]
+        key = jax.random.fold_in(jax.random.fold_in(key, 2), draw)
+        if name == "crd":
+            noises = jax.random.normal(key, x0s.shape)
+        else:
+            noises = [jax.random.normal(key, x0s.shape[1:])] * len(x0s)
+        samples = [
+            (x0, (1 - sigma) * x0 + sigma * noise, sigma, noise - x0)
+            for x0, noise in zip(x0s, noises, strict=True)
+        ]
         trees = [adapted(start, tree, SCALE) for tree in (tuned, behavior, copy)]
         v, old, slow, reference = (
             [velocity(tree, x, sigma, prompt, at) for _, x, *_ in samples]
@@ -187,14 +210,15 @@ def differentiated(name, guidance, with_kl):
             terms = dpo(samples, v, reference)
         else:
             if name in GROUPED:
-                terms = {"dgpo": dgpo}[name](samples, v, slow, reference, judged)
+                terms = {"dgpo": dgpo, "crd": crd}[name](samples, v, slow, reference, judged)
             else:
                 method = {"diffusion_nft": nft, "awm": awm}[name]
                 terms = method(samples[0], v[0], old[0], slow[0], reference[0], judged[0])
             if not with_kl:
                 del terms["kl"]
             kl, ema_kl = terms.get("kl", 0), terms.get("ema_kl", 0)
-            terms["loss"] = terms["policy_loss"] + 0.2 * kl + 0.7 * ema_kl
+            weighted = terms.pop("weighted_kl", 0.2 * kl)
+            terms["loss"] = terms["policy_loss"] + weighted + 0.7 * ema_kl
         return terms["loss"], terms
 
     return jax.jit(jax.grad(loss, has_aux=True))
@@ -240,7 +264,7 @@ def accumulated(name, tuning, change=lambda train_batch: train_batch, **cut):
     trainer, (tuned, behavior, copy) = parts.trainer, parameters(tuning)
     state = trainer.init(tuned)
     laid = [jax.device_put(tree, trainer.group.params(tree)) for tree in (behavior, copy)]
-    state = state._replace(copy=laid[1] if name in ("awm", "dgpo") else state.copy)
+    state = state._replace(copy=laid[1] if name in ("awm", *GROUPED) else state.copy)
     totals, size = None, c.sampler.chunk
     for first in range(0, len(ROWS), size):
         part = slice(first, first + size)
@@ -264,6 +288,7 @@ CASES = [
     ("awm", "full", "as sampled", True, dict(mesh=(1, 1, 2), micro=2, pack=1, chunk=6)),
     ("diffusion_dpo", "lora", "own", True, dict(mesh=(1, 2, 1), micro=4, pack=2)),
     ("dgpo", "lora", "own", True, dict(mesh=(1, 2, 1), micro=6, pack=2)),
+    ("crd", "full", "own", True, dict(mesh=(1, 1, 2), micro=6, pack=1)),
 ]
 
 
@@ -272,7 +297,7 @@ def test_the_gradient_is_that_of_single_samples(name, tuning, guidance, with_kl,
     """Sampled with guidance: unless the config says otherwise, the published losses are trained without."""
     expected = plain(name, tuning, guidance, with_kl)
     sums = expected[1]
-    samples = {"diffusion_dpo": 3 * COUNT, "dgpo": GROUPS * 2}
+    samples = {"diffusion_dpo": 3 * COUNT, "dgpo": GROUPS * 2, "crd": GROUPS * 2}
     assert sums["weight"] == samples.get(name, COUNT * len(ROWS))
     if name in ("awm", "dgpo"):
         assert 0 < sums["clip_fraction"] < sums["weight"]
@@ -456,6 +481,26 @@ def test_dgpos_copy_samples_from_some_update_on(monkeypatch):
     for version in (2, 3):
         jax.tree.map(np.testing.assert_array_equal, versions[version], states[version - 1][0].copy)
     assert all(0 < line["group_weight"] < 1 for line in history)
+
+
+def test_crds_two_copies_follow_and_one_samples(monkeypatch):
+    fields = dict(
+        algorithm__old_policy=dict(start=0, slope=0.2, largest=0.9, first=0.1),
+        algorithm__sampling_policy=dict(start=1, slope=0.5, largest=0.7),
+    )
+    parts, states, _, history, versions = driven(monkeypatch, "crd", 3, **fields)
+    copies = [jax.device_get(parts.start)] * 2
+    for (state, _), keeps in zip(states, ((0.3, 0.0), (0.5, 0.5), (0.7, 0.7)), strict=True):
+        copies = [
+            jax.tree.map(lambda a, b, k=keep: k * np.float64(a) + (1 - k) * b, copy, state.tuned)
+            for copy, keep in zip(copies, keeps, strict=True)
+        ]
+        for found, copy in zip((state.copy, state.sampling), copies, strict=True):
+            assert toy.difference(found, copy) < 1e-6
+    for version, (state, _) in enumerate(states, 1):
+        jax.tree.map(np.testing.assert_array_equal, versions[version], state.sampling)
+    assert toy.difference(states[-1][0].copy, states[-1][0].sampling) > 1e-4
+    assert history[0]["implicit_reward"] == pytest.approx(0, abs=1e-6)
 
 
 def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
