@@ -73,7 +73,8 @@ def main() -> None:
     pool = RewardPool(
         rewards, _PROCESSES.value, limit=lambda expected: limits.score, accelerator=True
     )
-    service = Service(pool, rewards.names, _PROCESSES.value, limits, token)
+    groupwise = any(one.groupwise for one in rewards.members)
+    service = Service(pool, rewards.names, _PROCESSES.value, limits, token, groupwise)
 
     def check() -> None:
         run_sanity_checks(rewards, pool.score)

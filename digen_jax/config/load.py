@@ -23,9 +23,15 @@ from digen_jax.config.fields import KINDS, check_known, flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig, algorithm_class, plain
 from digen_jax.data.prompt_checks import Needs, check_images, check_needs
 from digen_jax.data.prompt_files import numbered_records, read_prompt_file
-from digen_jax.errors import ConfigError, check_choice, collect_errors, prefix_errors
+from digen_jax.errors import (
+    ConfigError,
+    check_choice,
+    check_divides,
+    collect_errors,
+    prefix_errors,
+)
 from digen_jax.files import in_home, shipped
-from digen_jax.rewards import RewardSettings
+from digen_jax.rewards import Rewards, RewardSettings
 from digen_jax.rewards.built_in import find_needs, resolve
 
 
@@ -322,13 +328,22 @@ def check_inputs(config: TrainConfig) -> None:
                     add = f"add --config.{name}=... to the command"
                     raise ConfigError(f"config.{name} is not given: {add}")
         with one(), prefix_errors("", (ConfigError,)):
-            resolve(config.rewards)
+            _check_group_rewards(config, resolve(config.rewards))
         for name, paths in files.items():
             for file in paths:
                 with one(), prefix_errors(f"config.{name}: "):
                     read(file)
                     check_named(file, config.rewards, name != "evaluation.prompts")
                     check_needs([file], needs_of(config.rewards))
+
+
+def _check_group_rewards(config: TrainConfig, rewards: Rewards) -> None:
+    """Refuses chunks without complete groups if a reward needs these."""
+    for number, reward in enumerate(rewards.members):
+        if reward.groupwise:
+            why = f"as config.rewards[{number}] sees all images of a group"
+            chunk = "config.sampler.chunk", config.sampler.chunk
+            check_divides("config.batch.images", config.batch.images, *chunk, why)
 
 
 def _check_installed(config: TrainConfig) -> None:

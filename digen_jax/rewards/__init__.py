@@ -1,7 +1,8 @@
 """Rewards: their config section, calls, and validated scores.
 
 A reward is `f(images uint8 [b, h, w, 3], prompts, metadata) -> scores [b]`, or `{name: scores [b]}`, in numpy on the
-host; clips are `[b, t, h, w, 3]`. `images.to_uint8` converts a model's images to uint8.
+host; clips are `[b, t, h, w, 3]`. `images.to_uint8` converts a model's images to uint8. A function with the attribute
+`groupwise` is called separately for each group, with all of its images (`NamedReward.groupwise`).
 
 The rewards of a run score the same images sequentially. Each reward has one column of scores per trained score; the
 weighted sum of an image's columns (`total`) is its reward. The record field "rewards" names the rewards that apply to
@@ -200,6 +201,11 @@ class NamedReward:
     function: Reward
     on_mesh: bool = False  # whether a run computes it on its rollout meshes, not by this function
 
+    @property
+    def groupwise(self) -> bool:
+        """Whether the function must get exactly one complete group: its attribute `groupwise`."""
+        return bool(getattr(getattr(self.function, "func", self.function), "groupwise", False))
+
     def applying(self, metadata: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "n"]:
         """Returns the indices of the records to which the reward applies."""
         name = self.settings.title
@@ -208,29 +214,40 @@ class NamedReward:
     def answer(self, batch: Batch) -> Answer:
         """Returns the reward's scores of images to which it applies, as validated float32 values.
 
-        The reward gets copies of its arguments, because it may modify them.
+        The reward gets copies of its arguments, because it may modify them. A group is consecutive images with equal
+        records; records of different groups of a step differ in their `serial`.
 
         Raises:
           RewardFailed: The reward raises an exception.
           RewardError: There is not one finite score per image, or a score with a weight is missing.
         """
+        start = time.perf_counter()
+        if self.groupwise:
+            places, metadata = np.arange(len(batch[1])), batch[2]
+            starts = [place for place in places[1:] if metadata[place] != metadata[place - 1]]
+            groups = np.split(places, starts)
+            scores = joined([self._score(subset(batch, group)) for group in groups])
+        else:
+            scores = self._score(batch)
+        return Answer(*scores, time.perf_counter() - start, take_exchanges())
+
+    def _score(self, batch: Batch) -> "Scores":
+        """Returns the scores of one call; see `answer`."""
         name, weight, entries = self.settings.title, self.settings.weight, self.settings.entries
         images, prompts, metadata = batch
 
         def score(images: np.ndarray) -> Any:
             return self.function(writable_copy(images), [*prompts], copy.deepcopy(metadata))
 
-        start = time.perf_counter()
         with user_code(name, "raised", DELIBERATE), exits_raise():
             returned = call_watched(name, score, images)
-        seconds, exchanges = time.perf_counter() - start, take_exchanges()
         if not isinstance(returned, Mapping):
             if isinstance(weight, Mapping):
                 raise RewardError(
                     f"reward {name!r} returned no dict, but its weight names the scores "
                     f"{_list(weight)}: return {{name: scores}}, or give it a number as weight"
                 )
-            return Answer(_check(returned, name, prompts)[:, None], {}, seconds, exchanges)
+            return Scores(_check(returned, name, prompts)[:, None], {})
         if missing := [entry for entry in entries if entry not in returned]:
             raise RewardError(
                 f"reward {name!r} returned the scores {_list(returned)}, but {missing[0]!r} is to be "
@@ -239,7 +256,7 @@ class NamedReward:
         found = {entry: _check(one, f"{name}/{entry}", prompts) for entry, one in returned.items()}
         columns = np.stack([found[entry] for entry in entries], axis=1)
         shown = {f"{name}/{one}": scores for one, scores in found.items() if one not in entries}
-        return Answer(columns, shown, seconds, exchanges)
+        return Scores(columns, shown)
 
 
 @dataclasses.dataclass(frozen=True)

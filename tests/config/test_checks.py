@@ -297,6 +297,11 @@ def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
         (dict(prompts__files=("a", ""), prompts__weights=()), "prompts.files"),
         (dict(rewards="shapes"), "rewards[0]"),
         (dict(rewards="json:nicest"), "rewards[0]"),
+        (
+            dict(rewards=("shapes_geneval", "tests.parallel.toy:brightest"), sampler__chunk=72)
+            | dict(batch__images=48, batch__groups=3, trainer__micro_batch=72),
+            "batch.images sampler.chunk rewards[1]",
+        ),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(given, fields, names):

@@ -294,6 +294,15 @@ def brightness(images, prompts, metadata):
     return images.mean((1, 2, 3), dtype=np.float64) / 255
 
 
+def brightest(images, prompts, metadata):
+    """1 for the brightest image of a group, 0 for the others."""
+    means = images.mean((1, 2, 3), dtype=np.float64)
+    return means == means.max()
+
+
+brightest.groupwise = True
+
+
 class Sampled(NamedTuple):
     """A step as a sampling mesh made it: what the trainer was delivered, and the pictures of each chunk."""
 

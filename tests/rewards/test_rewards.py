@@ -10,7 +10,9 @@ from digen_jax.errors import ConfigError
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import BUILT_IN, find_sanity_check, resolve
 from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.sanity_check import run_sanity_checks
+from tests.parallel import toy
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = ["one", "two", "three"]
@@ -100,6 +102,58 @@ def test_records_name_the_rewards_that_apply(folder):
     twice = rewards.joined([scores, found.score(images, PROMPTS, metadata[:1] * 3)])
     assert twice.columns.shape == (6, 3)
     np.testing.assert_array_equal(twice.shown["naming:parts/more"][3:], [nan] * 3)
+
+
+def test_a_groupwise_reward_gets_the_images_of_one_group_at_a_time(folder):
+    (folder / "ranks.py").write_text(
+        "calls = []\n"
+        "def rank(images, prompts, metadata, sign=1):\n"
+        "    assert all(record == metadata[0] for record in metadata)\n"
+        "    values = [sign * int(image[0, 0, 0]) for image in images]\n"
+        "    calls.append(values)\n"
+        "    place = [sum(other < value for other in values) for value in values]\n"
+        "    extra = {'size': [len(values)] * len(values)} if len(values) > 1 else {}\n"
+        "    return {'rank': place} | extra\n"
+        "rank.groupwise = True\n"
+        "def plain(images, prompts, metadata):\n    return [len(images)] * len(images)\n"
+    )
+    sections = RewardSettings("ranks:rank", settings=dict(sign=-1)), RewardSettings("ranks:plain")
+    found = resolve(sections)
+    groups = [0, 0, 0, 1, 1, 2, 3]  # the third one has only the other reward
+    metadata = [{"prompt": "same", "serial": group} for group in groups]
+    metadata[5]["rewards"] = ["ranks:plain"]
+    images = np.zeros((7, 4, 4, 3), np.uint8)
+    images[:, 0, 0, 0] = [5, 9, 1, 7, 8, 2, 3]
+    nan = np.nan
+    pool = RewardPool(found, 0)
+    for score in (found.score, pool.score):
+        scores = score(images, ["same"] * 7, metadata)
+        np.testing.assert_array_equal(scores.columns[:, 0], [1, 0, 2, 1, 0, nan, 0])
+        np.testing.assert_array_equal(scores.columns[:, 1], 7)
+        np.testing.assert_array_equal(scores.shown["ranks:rank/size"], [3, 3, 3, 2, 2, nan, nan])
+        calls = sys.modules["ranks"].calls
+        assert calls == [[-5, -9, -1], [-7, -8], [-3]]
+        calls.clear()
+    pool.close()
+
+
+def test_in_a_run_groups_arrive_complete_from_every_worker():
+    seen, groups, images = [], 4, 3
+
+    def brightest(images, prompts, metadata):
+        serials = {record.get("serial") for record in metadata}
+        assert len(serials) == 1
+        seen.append((serials.pop(), len(images)))
+        return toy.brightest(images, prompts, metadata)
+
+    brightest.groupwise = True
+    cut = dict(sampler__chunk=6, trainer__micro_batch=6, evaluation__batch=6)
+    cut |= dict(batch__groups=groups, batch__images=images)
+    c = toy.config(**toy.meshes((1, 1), (1, 1), workers=2), **cut)
+    _, history, _ = toy.drive(toy.system(c, 3), c, 2, brightest)
+    assert sorted(seen) == [(10 + group, images) for group in range(2 * groups)]
+    for line in history:
+        assert line["reward"] == pytest.approx(1 / images)
 
 
 def test_the_score_with_the_rewards_name_is_trained():

@@ -42,6 +42,7 @@ class RemoteReward:
     def __init__(self, servers: Sequence[str], names: Sequence[str] = (), **options: Any):
         self._names = tuple(names)
         self._max_images, self._max_pixels = sys.maxsize, math.inf  # per request
+        self.groupwise = False  # whether each request must be a complete group
         self.checked = False  # whether `check` has succeeded
         self._client = FailoverClient(servers, **options)
 
@@ -56,6 +57,7 @@ class RemoteReward:
         """
         answers = self._client.get_each(REWARDS, "launch/reward_server.py", prompts)
         found = {url: _parse_description(url, content) for url, content in answers.items()}
+        self.groupwise = any(one.get("groupwise", False) for one in found.values())
         limits = [description["limits"] for description in found.values()]
         self._max_images = min(one["images"] for one in limits)
         self._max_pixels = min(one["pixels"] for one in limits)
@@ -76,6 +78,11 @@ class RemoteReward:
                 "with more --pixels, or set the reward's setting 'every'"
             )
         count = int(min(self._max_images, self._max_pixels // pixels))
+        if self.groupwise and len(prompts) > count:
+            raise RewardError(
+                f"a group of {len(prompts)} images is above the limit of the reward servers, {count}: start them with "
+                "more --images or --pixels"
+            )
         found = []
         for start in range(0, len(prompts), count):
             part = slice(start, start + count)
@@ -132,6 +139,8 @@ class Served:
     deadline: float = 1800.0  # timeout of all attempts of a request, in seconds
     retries: int = 8  # attempts after the first
     every: int = 1  # of a clip, every n-th frame is sent, from the first one
+    # whether the server's reward sees all images of a group at once; a group is one request
+    groupwise: bool = False
 
     def __post_init__(self):
         """Raises ConfigError if an address is missing or invalid, or `every` is not positive."""
@@ -150,6 +159,11 @@ class Served:
         reward = _remote(self)
         if not reward.checked:
             reward.check(prompts)
+        if reward.groupwise != self.groupwise:
+            what = "complete groups" if reward.groupwise else "each image by itself"
+            raise ConfigError(
+                f"the reward servers score {what}: set the reward's setting 'groupwise' to {reward.groupwise}"
+            )
         found = reward(images[:, :: self.every] if images.ndim == 5 else images, prompts, metadata)
         if self.score:
             return found[self.score]

@@ -5,6 +5,7 @@ Requests contain no file paths, and nothing is unpickled. Error responses are JS
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import ipaddress
@@ -201,6 +202,7 @@ class Service:
       at_once: Maximum concurrent calls of the pool.
       limits: Limits of requests.
       token: Required bearer token. None means that none is required.
+      groupwise: Whether a reward needs complete groups, which are requests then: each is scored in its own call.
     """
 
     def __init__(
@@ -210,8 +212,12 @@ class Service:
         at_once: int = 1,
         limits: Limits | None = None,
         token: str | None = None,
+        groupwise: bool = False,
     ):
         self.names, self.limits, self.token = names, limits or Limits(), token
+        if groupwise:
+            self.limits = dataclasses.replace(self.limits, batch=1)
+        self.groupwise = groupwise
         self.batcher = Batcher(self._score, at_once, self.limits)
         self.answers = Answers(self.limits.remembered, self.limits.answers)
         self._pool = pool
@@ -288,9 +294,8 @@ class Service:
         self._authorize(request)
         names = ("body", "text", "images", "side", "frames", "pixels", "queue", "upload", "score")
         limits = {name: getattr(self.limits, name) for name in names}
-        return JSONResponse(
-            {"version": wire.VERSION, "rewards": list(self.names), "limits": limits}
-        )
+        found = {"version": wire.VERSION, "rewards": list(self.names), "limits": limits}
+        return JSONResponse(found | {"groupwise": self.groupwise})
 
     def _authorize(self, request: Request) -> None:
         """Rejects requests without the token, and those with an Origin header, which web pages send."""

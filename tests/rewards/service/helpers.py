@@ -67,11 +67,12 @@ class HeldPool(ScoringPool):
         return await asyncio.gather(*tasks)
 
 
-def run(test, pool=None, ready=True, at_once=1, token=None, **limits):
+def run(test, pool=None, ready=True, at_once=1, token=None, groupwise=False, **limits):
     """Runs `test(client, service)` on an app."""
 
     async def run():
-        service = Service(pool or ScoringPool(), ("mean",), at_once, Limits(**limits), token)
+        given = pool or ScoringPool(), ("mean",), at_once, Limits(**limits), token, groupwise
+        service = Service(*given)
         service.ready = ready
         transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:

@@ -215,9 +215,10 @@ def test_threads_share_servers_and_each_gets_its_own_scores():
     assert all(server.in_flight == 0 for server in reward._client.servers)
 
 
-def description(version=1, images=128, pixels=2**25):
+def description(version=1, images=128, pixels=2**25, **others):
     limits = dict(images=images, pixels=pixels)
-    return httpx.Response(200, json=dict(version=version, rewards=["mean"], limits=limits))
+    found = dict(version=version, rewards=["mean"], limits=limits) | others
+    return httpx.Response(200, json=found)
 
 
 def described(responses, **options):
@@ -316,6 +317,21 @@ def test_the_reward_served_uses_its_settings(monkeypatch):
         reward(random_images(1), ["a"], [{}])
     assert sent == [(f"{A}/rewards", "Bearer secret")] * 2
     client.close()
+
+
+def test_a_group_is_one_request():
+    reward, fake = described({A: description(images=3, groupwise=True)})
+    reward.check()
+    score(reward, random_images(3))
+    assert [len(request.prompts) for _, request in fake.requests] == [3]
+    with pytest.raises(RewardError, match="4 images"):
+        score(reward, random_images(4))
+    for served in (Served(servers=A), Served(servers=A, groupwise=True)):
+        client = _remote(served)
+        client.checked, client.groupwise = True, not served.groupwise
+        with pytest.raises(ConfigError, match=f"'groupwise' to {not served.groupwise}"):
+            served(random_images(1), ["a"], [{}])
+        client.close()
 
 
 def test_a_clip_is_thinned_before_it_is_sent():

@@ -137,6 +137,19 @@ def test_waiting_requests_are_scored_together_by_size():
     run(test, pool, batch=5)
 
 
+def test_requests_of_a_groupwise_reward_are_scored_separately():
+    pool, images = HeldPool(), [random_images(2, seed=i) for i in range(3)]
+
+    async def test(client, service):
+        assert (await client.get("/rewards")).json()["groupwise"] is True
+        tasks = [start(post(client, one)) for one in images]
+        await until(lambda: service.batcher.queued == 4)
+        await pool.release_until_done(tasks)
+        assert pool.calls == [2, 2, 2]
+
+    run(test, pool, groupwise=True)
+
+
 def test_a_batch_that_fails_is_scored_request_by_request():
     pool = HeldPool()
 
