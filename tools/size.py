@@ -20,7 +20,7 @@ CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 LIMITS = {
     "Python lines without tests": (52_058, 36_000),
     "package files": (165, 220),
-    "test lines": (40_908, 28_000),
+    "test lines": (40_943, 28_000),
     "README lines": (120, 120),
     "imported modules": (83, 50),
 }

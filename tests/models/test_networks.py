@@ -69,28 +69,37 @@ def test_velocity_and_gradients_equal_diffusers(network, case):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("flux", "sd3", "wan") else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS]
-)  # fmt: skip
-def test_the_error_in_bfloat16_is_not_above_torchs(name):
+    ("name", "case"),
+    [
+        # With an image, and two times for each clip.
+        ("wan", "single"),
+        *(
+            pytest.param(n, one.first, marks=[pytest.mark.slow] * (n not in ("flux", "sd3", "wan")))
+            for n, one in NETWORKS.items()
+        ),
+    ],
+)
+def test_the_error_in_bfloat16_is_not_above_torchs(name, case):
     """Of parameters and times that bfloat16 holds exactly; time, norms and modulation are float32 here.
 
     diffusers keeps some modules in float32 where it loads a model in bfloat16.
     """
     network = NETWORKS[name]
-    module, config, _ = network.models(network.first)
+    module, config, _ = network.models(case)
     half = copy.deepcopy(module).bfloat16()
     for path, parameter in half.named_parameters():
         if any(kept in path for kept in half._keep_in_fp32_modules or ()):
             parameter.data = parameter.data.float()
     exact = copy.deepcopy(half).float()
     params = network.to_flax(exact.state_dict(), config)
-    inputs, numbers = network.inputs(network.first)
-    numbers = numbers | network.exact
+    inputs, numbers = network.inputs(case)
+    if case == network.first:
+        numbers = numbers | network.exact
     with torch.no_grad():
         expected, torchs = (
             network.call(m, **tensors(inputs), **tensors(numbers)).numpy() for m in (exact, half)
         )
-    run = functools.partial(network.velocity, network.first, numbers=numbers, dtype=jnp.bfloat16)
+    run = functools.partial(network.velocity, case, numbers=numbers, dtype=jnp.bfloat16)
     found = jax.jit(run)(params, inputs)
     error, torchs_error = (np.sqrt(np.square(a - expected).mean()) for a in (found, torchs))
     assert found.dtype == jnp.float32

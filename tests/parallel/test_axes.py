@@ -15,11 +15,12 @@ from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.programs import trace_generate
 from tests.cases import said
+from tests.models.flux.kontext_folders import edit_prompts, picture
 from tests.models.folders import flux_folder, klein_folder
 from tests.models.hunyuan.folders import hunyuan_folder
 from tests.models.wan.folders import wan_folder
 from tests.parallel import toy
-from tests.pipelines import write_tiny_pipeline
+from tests.pipelines import decode_floats, write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -31,8 +32,11 @@ MESHES = {
     "time x tensor x sequence": dict(time=2, tensor=2, sequence=2),
     "sequence": dict(sequence=4),
     "tensor x sequence": dict(data=2, tensor=2, sequence=2),
+    **{f"two of {axis}": {axis: 2} for axis in ("fsdp", "tensor", "sequence")},
 }
 VIDEO = dict(wan=wan_folder, hunyuan=hunyuan_folder)
+# Models of clips that start with an image.
+STARTED = {"5B", "image", "image experts"}
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
@@ -48,12 +52,16 @@ def model(base, family):
     if family in VIDEO:
         folder = str(VIDEO[family](base))
         return dict(folder=folder, height=16, width=24, max_sequence_length=9)
+    if family in STARTED:
+        height, tokens = (32, 9) if family == "5B" else (16, 512)
+        size = dict(height=height, width=64, source_height=height, source_width=64, frames=9)
+        return dict(folder=str(wan_folder(base, family)), max_sequence_length=tokens, **size)
     make = functools.partial(write_tiny_pipeline, heads=4)
     return dict(folder=str(once(base / "four-heads", make)))
 
 
 def config(base, tuning, mesh, family="sd3", **fields):
-    prompts = str(prompt_file(base))
+    prompts = str(edit_prompts(base) if family in STARTED else prompt_file(base))
     c = dict(
         model=model(base, family),
         prompts=dict(file=prompts),
@@ -83,6 +91,14 @@ def placed(config):
     return fit_config(load_config(config), devices), jax.devices()[:devices]
 
 
+def records(family):
+    """Two prompts."""
+    found = said("a photo of a star", "two rings")
+    for seed, record in enumerate(found if family in STARTED else ()):
+        record["image"] = picture(seed, 33, 21)
+    return found
+
+
 def system_of(config):
     return assemble.build(*placed(config))
 
@@ -97,23 +113,27 @@ def outlined(config):
 def result(base):
     @functools.cache
     def of(tuning, mesh, family="sd3"):
-        """(clips, gradient) of eight images with parameters at some distance from the start."""
+        """(clips, gradient, ratio) of eight images with parameters at some distance from the start."""
         system = system_of(config(base, tuning, mesh, family))
         tuned = toy.moved(system.start, 0.01)
         sampler, weights = system.sampler, system.rollout_weights(tuned)
-        prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
+        prompts = sampler.encode(weights, records(family))
         keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
-        clips, trajectory = toy.draw_and_show(sampler, weights, prompts, ROWS, keys)
+        trajectory = sampler.generate(weights, prompts, ROWS, keys)
+        clips = decode_floats(sampler, weights, trajectory)
+        if family not in STARTED:
+            clips = clips[:, 0]
         # The same trajectories for every trainer, so that only the gradient is compared.
         if mesh != "one device":
-            _, _, prompts, trajectory = of(tuning, "one device", family)
+            *_, prompts, trajectory = of(tuning, "one device", family)
         prompts, trajectory = jax.device_get((prompts, trajectory))
         images = SampledImages(0, ROWS, trajectory.transitions, trajectory.sigmas)
         train_batch = make_train_batch(system, prompts, images, ADVANTAGES)
         state = system.trainer.init(tuned)
         totals = system.trainer.accumulate(state, system.base, train_batch, None)
         gradient = jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
-        return (*jax.device_get((clips, gradient)), prompts, trajectory)
+        ratio = float(totals.sums["ratio_deviation"] / totals.sums["weight"])
+        return (*jax.device_get((clips, gradient)), ratio, prompts, trajectory)
 
     return of
 
@@ -127,11 +147,17 @@ def result(base):
         ("wan", "lora", "data x fsdp x tensor"),
         ("hunyuan", "full", "time x tensor x sequence"),
         ("hunyuan", "lora", "data x fsdp x tensor"),
+        *(
+            (family, "lora" if family == "image" else "full", f"two of {axis}")
+            for family in sorted(STARTED)
+            for axis in ("fsdp", "tensor", "sequence")
+        ),
     ],
 )
 def test_images_and_gradients_are_those_of_one_device(result, family, tuning, mesh):
-    """The fifteen image tokens of klein are divided by no axis."""
-    clips, gradient, *_ = result(tuning, mesh, family)
+    """The fifteen image tokens of klein are divided by no axis. Ratios are to the log-probabilities of one device."""
+    clips, gradient, deviation, *_ = result(tuning, mesh, family)
+    assert deviation < 1e-4
     expected_clips, expected, *_ = result(tuning, "one device", family)
     np.testing.assert_allclose(clips, expected_clips, rtol=0, atol=2e-5)
     assert np.ptp(clips) > 0.1
