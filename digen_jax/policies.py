@@ -26,9 +26,10 @@ from digen_jax.config.sections import (
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
-from digen_jax.errors import ConfigError, prefix_errors
+from digen_jax.errors import ConfigError, prefix_errors, user_input
 from digen_jax.models.family import Family, Params, frozen_shapes
 from digen_jax.models.linear import FLOAT32_NAMES
+from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR
 from digen_jax.parallel.placement import (
     ONE_DEVICE,
@@ -263,7 +264,7 @@ def check_heads(family: Family, placement: Placement) -> None:
 
 
 def _check_source_images(config: TrainConfig, family: Family) -> None:
-    """Refuses source images that would not be edited although the model can edit."""
+    """Refuses source images that would not be edited although the model can edit, and models that need them."""
     if not family.edits or family.source is not None:
         return
     for file in (*config.prompts.paths, config.evaluation.prompts):
@@ -274,6 +275,8 @@ def _check_source_images(config: TrainConfig, family: Family) -> None:
                     "an image to edit: set them to the size that source images are resized to, such as 1024, or remove "
                     "the images"
                 )
+    with user_input():
+        family.tokenize([example_record(family)])
 
 
 def _check_guidance(config: TrainConfig, family: Family) -> None:

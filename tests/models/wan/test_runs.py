@@ -40,6 +40,13 @@ def test_frames_are_checked_before_weights_are_read(base, monkeypatch, kind, fra
         open_parts(fit_config(load_config(c), 1), jax.devices()[:1])
 
 
+def test_a_model_of_clips_that_start_with_images_needs_their_size(base):
+    c = tiny_config(base, "full")
+    c.model = dict(folder=str(wan_folder(base, "image experts")), height=16, width=32, frames=5)
+    with pytest.raises(ConfigError, match=r"^this model .* set config\.model\.source_height"):
+        open_parts(fit_config(load_config(c), 1), jax.devices()[:1])
+
+
 @pytest.mark.parametrize(
     ("folder_of", "height", "width"),
     [
