@@ -20,7 +20,8 @@ from digen_jax.families import check_parts, editing, load_family, open_pipeline,
 from digen_jax.models.family import Family, Params, frozen_shapes
 from digen_jax.parallel import placement as meshes
 from digen_jax.parallel.encoding import PrecomputedPrompts
-from digen_jax.parallel.mesh import ShardingRules
+from digen_jax.parallel.mesh import ShardingRules, with_shardings
+from digen_jax.parallel.objectives import DifferentiableRewards
 from digen_jax.parallel.placement import DeviceGroup, MeshRole, Placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
@@ -68,9 +69,13 @@ def load_system(
         check_parts(family, parts.folder, frozen)
     encoded = encoded or _stored_prompts(config, parts.folder, family)
     start, base = _read_trained(config, parts, placement.trainer)
+    rewards = None
+    if config.algorithm.differentiates_rewards:
+        decoders = _read(parts, family.decoders, placement.trainer, config.precision.frozen)
+        rewards = differentiable_rewards(config, decoders, placement.trainer)
     if not late:
         frozen = _read_frozen(config, parts, placement.rollout)
-        system = connect(config, placement, family, start, base, frozen, encoded)
+        system = connect(config, placement, family, start, base, frozen, encoded, rewards)
         if parts.mesh is not None:
             system = system.with_scorers(read_scorers(config, placement.rollout))
         return system
@@ -80,7 +85,7 @@ def load_system(
         print("loading text encoders and VAE so that the trainer can sample", flush=True)
         return _read_rollout(config, parts, group, policy.sampler_base(base), encoded)
 
-    return make_system(config, placement, policy, start, base, (), sampling_on)
+    return make_system(config, placement, policy, start, base, (), sampling_on, rewards)
 
 
 def load_rollout(
@@ -140,6 +145,21 @@ def read_scorers(
     from digen_jax.learned_rewards.on_mesh import read
 
     return read(sections, group, weights=not abstract)
+
+
+def differentiable_rewards(
+    config: TrainConfig, decoders: Params, group: DeviceGroup, abstract: bool = False
+) -> DifferentiableRewards:
+    """Loads the rewards on a trainer mesh, or only their shapes if `abstract`; `decoders` are parameters or shapes.
+
+    Raises ConfigError if a file is missing or invalid.
+    """
+    models = read_scorers(config, group, abstract)
+    weights = config.advantages.reward_weights
+    scorers = tuple((one.scorer, weight) for one, weight in zip(models, weights, strict=True))
+    params = decoders, tuple(one.params for one in models)
+    place = with_shardings if abstract else jax.device_put
+    return DifferentiableRewards(scorers, place(params, group.replicated))
 
 
 class Parts(NamedTuple):
@@ -215,17 +235,19 @@ def connect(
     base: Any,
     frozen: Params,
     encoded: PrecomputedPrompts | None = None,
+    rewards: DifferentiableRewards | None = None,
 ) -> System:
     """Builds the parts of a run from its parameters, or from their shapes.
 
-    `start` and `base` (see `split`) are on the trainer's mesh, the components `frozen` on the rollout mesh. `encoded`
-    are precomputed prompts, instead of text encoders.
+    `start`, `base` (see `split`) and differentiable `rewards` are on the trainer's mesh, the components `frozen` on the
+    rollout mesh. `encoded` are precomputed prompts, instead of text encoders.
     """
     policy = policies.make_policy(config, family)
     sampler_base = policy.sampler_base(base)
     first = make_rollout(config, policy, placement.rollout, sampler_base, frozen, encoded)
     others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
-    return make_system(config, placement, policy, start, base, (first, *others))
+    rollouts = first, *others
+    return make_system(config, placement, policy, start, base, rollouts, None, rewards)
 
 
 def split(config: TrainConfig, family: Family, trained: Params, group: DeviceGroup) -> tuple:
@@ -251,8 +273,11 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     shapes = parameter_shapes(config, family)
     start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
-    encoded = _stored_prompts(config, None, family)
-    system = connect(config, placement, family, start, base, frozen, encoded)
+    encoded, rewards = _stored_prompts(config, None, family), None
+    if config.algorithm.differentiates_rewards:
+        decoders = {part: shapes.frozen[part] for part in family.decoders}
+        rewards = differentiable_rewards(config, decoders, placement.trainer, abstract=True)
+    system = connect(config, placement, family, start, base, frozen, encoded, rewards)
     return system.with_scorers(read_scorers(config, placement.rollout, abstract=True))
 
 
@@ -288,7 +313,8 @@ def make_rollout(
 ) -> Rollout:
     """Builds a rollout worker; `base` (`Policy.sampler_base`) may be on another mesh than `group`."""
     step = make_step(config.sampler.kind, config.sampler.noise_level)
-    stored = config.noisy_steps, config.algorithm.stores_means, config.precision.trajectory
+    algorithm, rounded = config.algorithm, config.precision.trajectory
+    stored = config.noisy_steps, algorithm.stores_means, rounded, algorithm.replayed_steps
     settings = SamplerSettings(config.model.size, config.sampler.steps, step, *stored)
     dtype = config.precision.sent
     sampling = policy.family.in_dtype(dtype) if dtype else policy.family
@@ -307,6 +333,7 @@ def make_system(
     base: Any,
     rollouts: tuple[Rollout, ...],
     sampling_on: Callable[[DeviceGroup], Rollout] | None = None,
+    rewards: DifferentiableRewards | None = None,
 ) -> System:
     """Builds the parts of a run from its rollout workers and the trainer's placed parameters."""
     algorithm = config.algorithm
@@ -314,7 +341,10 @@ def make_system(
     def trainer(group: DeviceGroup) -> Trainer:
         step = make_step(config.sampler.kind, config.sampler.noise_level)
         tuned = policies.trained_policy(policy, algorithm)
-        return Trainer(tuned, group, step, algorithm, config.trainer)
+        own = rewards
+        if rewards is not None and group is not placement.trainer:
+            own = rewards.placed(group.replicated)
+        return Trainer(tuned, group, step, algorithm, config.trainer, own)
 
     # With a LoRA, the optimizer state is small and not sharded over training workers.
     several = placement.others and not config.lora.rank

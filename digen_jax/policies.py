@@ -296,6 +296,11 @@ def _check_experts(config: TrainConfig, family: Family) -> None:
     family = family.scheduled(sampler.steps, config.model.size)
     sigmas = family.sigmas(sampler.steps, config.model.size)
     first = steps_of_experts(family, sigmas)[0]
+    if config.algorithm.differentiates_rewards and len(family.trained) > 1:
+        raise ConfigError(
+            f"config.algorithm.name = {config.algorithm.name!r} does not train a model with several experts: choose "
+            "another algorithm"
+        )
     crossed = any(start < first < start + sampler.window.length for start in sampler.window.places)
     if crossed and config.algorithm.needs_full_trajectories:
         raise ConfigError(

@@ -73,6 +73,8 @@ def load(name, *argument):
         config.rewards = default_config().rewards
         if config.advantages.combine != "rewards":
             config.rewards += ("jpeg_incompressibility",)
+    elif "prompts" in config and not config.prompts.file:
+        config.prompts.file = config.evaluation.prompts = str(GENEVAL)
     return config
 
 

@@ -131,6 +131,9 @@ class Algorithm:
 
     ranks: ClassVar[bool] = False  # reads only the order of images
     supports_early_training: ClassVar[bool] = False  # its loss can be linear in the advantages
+    differentiates_rewards: ClassVar[bool] = False  # needs networks as rewards; has no advantages
+    # last sampling steps that the trainer repeats; their first latents are stored
+    replayed_steps: int = 0
     stores_means: bool = False  # the sampler must store the means of x_next
     # one call of the loss needs all trained steps of an image
     needs_full_trajectories: bool = False

@@ -102,6 +102,16 @@ def velocity_mse(
     return _mean_square(velocity, target)
 
 
+def velocity_kl(
+    velocity: Float[Array, "n ..."], reference: Float[Array, "n ..."], sigma: Float[Array, "n"]
+) -> Float32[Array, "n"]:
+    """Returns the mean of (velocity - reference)^2 / (2 sigma^2) of each image, with gradient to `velocity`.
+
+    UniRL's KL of steps without noise (experimental/refl/models/sd3.py, 5852cb4).
+    """
+    return velocity_mse(velocity, reference) / (2 * sigma**2)
+
+
 def _mean_square(a: Float[Array, "n ..."], reference: Float[Array, "n ..."]) -> Float32[Array, "n"]:
     reference = jax.lax.stop_gradient(reference).astype(jnp.float32)
     return jnp.mean((a.astype(jnp.float32) - reference) ** 2, axis=tuple(range(1, a.ndim)))

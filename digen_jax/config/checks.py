@@ -36,6 +36,7 @@ from digen_jax.models.family import NAMES
 from digen_jax.parallel.mesh import MODEL, PARAMETERS, TACTICS, TIME
 from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, devices_per_mesh
 from digen_jax.rewards import RewardSettings
+from digen_jax.rewards.built_in import on_mesh
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
 NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
@@ -465,6 +466,8 @@ def _check_algorithm(config: TrainConfig) -> None:
         _check_trajectories(config)
     if algorithm.objective == "matching":
         _check_final_images(config)
+    if algorithm.differentiates_rewards:
+        _check_differentiable(config)
     if algorithm.ranks:
         _check_ranking(config)
     if algorithm.images_per_sample > 1:
@@ -492,6 +495,36 @@ def _check_trajectories_on_mesh(config: TrainConfig) -> None:
 def _ratio(config: TrainConfig) -> str:
     algorithm = cast(Any, config.algorithm)  # no other has trajectory ratios
     return f"config.algorithm.ratio = {algorithm.ratio!r} combines the steps of an image"
+
+
+def _check_differentiable(config: TrainConfig) -> None:
+    """Refuses rewards without a gradient, and settings of rewards and advantages that a gradient ignores."""
+    name, steps = config.algorithm.name, config.sampler.steps
+    needed = f"config.algorithm.name = {name!r} differentiates the rewards"
+    meshed = on_mesh(config.rewards)
+    for number, reward in enumerate(config.rewards):
+        if number not in meshed:
+            raise ConfigError(
+                f"{needed}, but config.rewards[{number}], {reward.title!r}, has no gradient: use networks on the mesh "
+                "('aesthetic', 'clip_score', 'hpsv2', 'pickscore'), or another algorithm"
+            )
+    if config.model.frames > 1:
+        raise ConfigError(f"{needed} of images, not of clips: set config.model.frames to 1")
+    if config.algorithm.replayed_steps > steps:
+        raise ConfigError(
+            f"config.algorithm.gradient_steps = {config.algorithm.replayed_steps} is more than the "
+            f"config.sampler.steps = {steps}: set it to {steps} or less"
+        )
+    chosen = {
+        "advantages.best_and_worst": config.advantages.best_and_worst,
+        "advantages.drop_zero_std": config.advantages.drop_zero_std,
+        "runtime.max_candidates": config.runtime.max_candidates,
+    }
+    for field, value in chosen.items():
+        if value:
+            raise ConfigError(
+                f"{needed} of all images, but config.{field} = {value} selects some: set it to {type(value)()}"
+            )
 
 
 def _check_final_images(config: TrainConfig) -> None:

@@ -28,6 +28,7 @@ ALGORITHMS = {
     "crd": "digen_jax.algorithms.crd:CRD",
     "dgpo": "digen_jax.algorithms.dgpo:DGPO",
     "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
+    "reward_gradient": "digen_jax.algorithms.reward_gradient:RewardGradient",
 }
 # Fields that set where a step's work runs and how it is divided; results are the same up to rounding.
 LAYOUT = ("placement", "rewards[i].where", "sampler.chunk", "trainer.micro_batch", "trainer.pack")

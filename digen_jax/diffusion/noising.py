@@ -5,7 +5,7 @@ trained.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,22 @@ class LogitNormalTimes:
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
 
-Times = ScheduleTimes | LogitNormalTimes
+@dataclasses.dataclass(frozen=True)
+class LastSteps:
+    """The noise level before the last steps of the sampler's schedule, the same for all images."""
+
+    steps: PositiveInt
+    count: ClassVar[int] = 1
+
+    def draw(
+        self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
+    ) -> Float32[Array, "1 b"]:
+        """Returns the noise level of each image."""
+        sigma = jnp.asarray(sigmas, jnp.float32)[-1 - self.steps]
+        return jnp.broadcast_to(sigma, (1, len(keys)))
+
+
+Times = ScheduleTimes | LogitNormalTimes | LastSteps
 
 
 def forward_noise(

@@ -47,6 +47,7 @@ class Trajectory(NamedTuple):
     latents: Float[Array, "b ..."]
     transitions: Transitions
     sigmas: Float32[Array, "sigmas"]
+    kept: Float[Array, "b ..."] | None = None  # latents before step `keep`, if given
 
 
 class Replay(NamedTuple):
@@ -128,6 +129,7 @@ def sample(
     window: tuple[int | Int[Array, ""], int],
     store_dtype: DTypeLike = jnp.float32,
     store_means: bool = False,
+    keep: int | None = None,
 ) -> Trajectory:
     """Samples from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan` for each stage.
 
@@ -147,6 +149,7 @@ def sample(
         continues from the rounded value, so that replay reads the sampled values.
       store_means: Whether to also store the mean of x_next in float32 (for GRPO-Guard and Flow-DPPO), which
         needs at least the memory of x.
+      keep: Step before which the latents are also returned. None means no step.
 
     Raises:
       ValueError: the window is outside the schedule or has steps without noise.
@@ -160,7 +163,9 @@ def sample(
     stages = [Stage(velocity, steps)] if callable(velocity) else velocity
 
     def body(velocity, carry, i):
-        x, memory, stored = carry
+        x, memory, stored, kept = carry
+        if kept is not None:
+            kept = jnp.where(i == keep, x, kept)
         v = velocity(x.astype(jnp.float32), jnp.full(x.shape[:1], sigmas[i]))
         x_next, memory = solver.advance(x, v, sigmas, i, memory)
         x_next = _round(x_next, store_dtype)
@@ -170,16 +175,17 @@ def sample(
             new = new if store_means else new._replace(mean=None)
             stored = _store(stored, new, jnp.clip(i - start, 0, length - 1), inside)
             x_next = jnp.where(inside, new.x_next, x_next)
-        return (x_next, memory, stored), None
+        return (x_next, memory, stored, kept), None
 
     x = _round(x_start, store_dtype)
-    carry, first = (x, solver.init_last(x), _empty(x, length, store_means)), 0
+    kept = None if keep is None else x
+    carry, first = (x, solver.init_last(x), _empty(x, length, store_means), kept), 0
     for one, count in stages:
         taken = jnp.arange(first, first + count)
         carry, _ = jax.lax.scan(functools.partial(body, one), carry, taken)
         first += count
-    x, _, stored = carry
-    return Trajectory(x, stored, sigmas)
+    x, _, stored, kept = carry
+    return Trajectory(x, stored, sigmas, kept)
 
 
 def replay(

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, UInt8
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from digen_jax.checkpoints.folder import Folder, read_params, resolve_folder
 from digen_jax.checkpoints.tensors import read_tree
@@ -52,7 +52,7 @@ from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop,
 from digen_jax.parallel.reward_model import Scorer
 
 Params = dict[str, Any]
-Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
+Prepare = Callable[[Num[Array, "b h w 3"]], Float[Array, "b s s 3"]]
 
 # Preprocessing of each reward: takes images and a `Processor`.
 PREPARE: dict[str, Callable[..., Any]] = {
@@ -108,7 +108,7 @@ class Similarity:
 
     @exact_products
     def score(
-        self, params: Params, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
+        self, params: Params, images: Num[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> Float32[Array, "b"]:
         """Returns one score per image."""
         cosine, scale = self.network.apply({"params": params}, self.prepare(images), ids)
@@ -144,7 +144,7 @@ class Aesthetic:
 
     @exact_products
     def score(
-        self, params: Params, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
+        self, params: Params, images: Num[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> Float32[Array, "b"]:
         """Returns one rating per image."""
         embeddings: Any = self.network.apply({"params": params["clip"]}, self.prepare(images))

@@ -43,6 +43,7 @@ class FinalImages(NamedTuple):
     """Final images trained on the forward process. Noise and noise levels depend only on the keys.
 
     k images with one noise level can form one sample of the b: x0 is `[b k ...]`, with one key per sample.
+    Algorithms with `replayed_steps` have the latents before these steps instead of images.
     """
 
     x0: Float[Array, "b ..."]
@@ -64,6 +65,9 @@ class SharedInputs(NamedTuple):
 
     prompts: EncodedPrompts
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
+    # For differentiable rewards: tokens of the prompts for each reward, and the noise levels of the replayed steps.
+    tokens: tuple[Int[Array, "p n"], ...] = ()
+    sigmas: Float[Array, "k"] | None = None
 
 
 class TrainBatch(NamedTuple):
@@ -86,6 +90,7 @@ class Policies(NamedTuple):
       behavior: Parameters of the policy that sampled the images.
       start: Parameters at the start of the step. None can also mean that these are being trained.
       copy: The algorithm's slow copy.
+      scoring: Replicated parameters of the decoder and of differentiable rewards.
     """
 
     tuned: Any
@@ -93,6 +98,7 @@ class Policies(NamedTuple):
     behavior: Any = None
     start: Any = None
     copy: Any = None
+    scoring: Any = None
 
 
 class MicroBatch(NamedTuple):
@@ -106,10 +112,11 @@ class MicroBatch(NamedTuple):
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | FinalImages:
-    """Returns the stored transitions of a trajectory or, if none are stored, its final images."""
+    """Returns the stored transitions of a trajectory or, if none are stored, its final images or kept latents."""
     if len(trajectory.transitions.sigma):
         return trajectory.transitions
-    return FinalImages(trajectory.latents, keys, trajectory.sigmas)
+    latents = trajectory.latents if trajectory.kept is None else trajectory.kept
+    return FinalImages(latents, keys, trajectory.sigmas)
 
 
 def passes(
@@ -268,7 +275,7 @@ def sum_passes(
         return jax.lax.psum(share, SAMPLES)
 
     inputs = policies, shared, micros, totals, piece
-    replicated = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, policies))
+    replicated = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, policies[:-1]))
     if group.mesh.size == 1 or not replicated:
         with tracing_on(group.merged, group.attention):
             return loop(

@@ -1,17 +1,26 @@
 """The trainer's objectives: summed gradients and metrics of one pass, as functions of the trained parameters."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from digen_jax.algorithms.algorithm import Algorithm, Matching, MatchingSamples, Samples, Velocities
-from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
+from digen_jax.algorithms.losses import (
+    gaussian_kl,
+    mask_rows,
+    velocity_kl,
+    velocity_mse,
+    weighted_sum,
+)
 from digen_jax.diffusion.noising import forward_noise, noised, noised_together
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
-from digen_jax.diffusion.steps import ReverseStep
+from digen_jax.diffusion.steps import Ode, ReverseStep
+from digen_jax.models.family import Record
 from digen_jax.parallel.accumulate import (
     OF_ADVANTAGES,
     GroupSums,
@@ -25,6 +34,7 @@ from digen_jax.parallel.policy import Policy
 
 if TYPE_CHECKING:  # imported if the config names it
     from digen_jax.algorithms.policy_gradient import PolicyGradient
+    from digen_jax.algorithms.reward_gradient import RewardGradient
 
 
 def zero_totals(algorithm: Algorithm, tuned: Any) -> Totals:
@@ -198,11 +208,91 @@ class MatchingObjective:
         return policy(x.reshape(-1, *x.shape[2:]), jnp.repeat(sigma, together)).reshape(x.shape)
 
 
-Objective = TransitionObjective | MatchingObjective
+@dataclasses.dataclass(frozen=True)
+class DifferentiableRewards:
+    """Rewards of latents, with gradient.
+
+    Attributes:
+      scorers: Networks of the rewards, each with the reward's weight.
+      params: Parameters of the decoder, and a tuple of those of the rewards; replicated on a mesh.
+    """
+
+    scorers: tuple[tuple[Any, float], ...]  # of `reward_model.Scorer`
+    params: tuple[Any, tuple[Any, ...]]
+
+    def tokenize(self, records: Sequence[Record]) -> tuple[Int[np.ndarray, "p n"], ...]:
+        """Returns the token ids of prompts for each reward."""
+        prompts = [record["prompt"] for record in records]
+        return tuple(scorer.tokenize(prompts) for scorer, _ in self.scorers)
+
+    def placed(self, sharding: Any) -> "DifferentiableRewards":
+        """Returns the rewards with their parameters, or shapes, replicated on another mesh."""
+        params = jax.device_put(self.params, sharding)
+        return dataclasses.replace(self, params=params)
 
 
-def make_objective(policy: Policy, step: ReverseStep, algorithm: Algorithm) -> Objective:
+@dataclasses.dataclass(frozen=True)
+class RewardObjective:
+    """Negative weighted sum of differentiable rewards after the replayed steps, plus the KL of these steps."""
+
+    policy: Policy
+    algorithm: "RewardGradient"
+    rewards: DifferentiableRewards
+
+    def gradient(self, policies: Policies, shared: SharedInputs, micro: MicroBatch) -> Totals:
+        """Returns the summed gradient and metrics of one pass."""
+        prompts, base = shared.prompts.at(micro.rows), policies.base
+        tokens = [ids[micro.rows] for ids in shared.tokens]
+        # Mask before the network: infinite values in its input would not get a zero gradient.
+        (start,) = mask_rows(micro.weight > 0, cast(Any, micro.samples).x0)
+        sigmas, coefficient = cast(Array, shared.sigmas), self.algorithm.kl_coefficient
+        reference = self.policy.reference(base, *prompts) if coefficient else None
+
+        # The decoder's and the rewards' activations are computed again in the backward pass.
+        @jax.checkpoint
+        def score(latents: Array) -> Array:
+            decoder, each = policies.scoring
+            images = self.policy.family.decode(decoder, latents)[:, 0]
+            scores = [
+                weight * scorer.score(params, images, ids)
+                for (scorer, weight), params, ids in zip(
+                    self.rewards.scorers, each, tokens, strict=True
+                )
+            ]
+            return jnp.sum(jnp.stack(scores), axis=0)
+
+        def loss(tuned: Any) -> tuple[Array, dict[str, Array]]:
+            velocity = self.policy.velocity(tuned, base, *prompts)
+            x, kl = start, jnp.zeros(len(start))
+            for i in range(len(sigmas) - 1):
+                sigma = jnp.full(len(x), sigmas[i])
+                v = velocity(x, sigma)
+                if reference is not None:
+                    fixed = jax.lax.stop_gradient(reference(x, sigma))
+                    kl += velocity_kl(v, fixed, sigma) / (len(sigmas) - 1)
+                x = Ode().advance(x, v, sigmas, i, None)[0]
+            reward = score(self.policy.family.complete(x, prompts.conditioning))
+            terms = {"loss": coefficient * kl - reward, "trained_reward": reward}
+            terms |= {"kl": kl} if coefficient else {}
+            sums = {name: weighted_sum(micro.weight, term) for name, term in terms.items()}
+            return sums["loss"], sums | {"weight": jnp.sum(micro.weight)}
+
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(policies.tuned)
+        return Totals(gradient, sums)
+
+
+Objective = TransitionObjective | MatchingObjective | RewardObjective
+
+
+def make_objective(
+    policy: Policy,
+    step: ReverseStep,
+    algorithm: Algorithm,
+    rewards: DifferentiableRewards | None = None,
+) -> Objective:
     """Returns the objective of an algorithm; `step` is the sampler's step."""
+    if rewards is not None:
+        return RewardObjective(policy, cast(Any, algorithm), rewards)
     if algorithm.objective == "transitions":
         return TransitionObjective(policy, step, algorithm)
-    return MatchingObjective(policy, algorithm)
+    return MatchingObjective(policy, cast(Any, algorithm))

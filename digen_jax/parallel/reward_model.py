@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int, Num, UInt8
+from jaxtyping import Array, Float32, Int, Num
 
 from digen_jax.images import Size, to_uint8
 from digen_jax.parallel.mesh import fetch, put
@@ -29,9 +29,9 @@ class Scorer(Protocol):
         ...
 
     def score(
-        self, params: Any, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
+        self, params: Any, images: Num[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> Float32[Array, "b"]:
-        """Returns one score per image, for `jax.jit`."""
+        """Returns one score per image, uint8 or, with a gradient, floats in [0, 1]; for `jax.jit`."""
         ...
 
 

@@ -96,6 +96,7 @@ class SamplerSettings:
     length: int = 0
     store_means: bool = False  # also store the means of the window's steps
     store_dtype: str = "float32"  # images are rounded to it after every step
+    replayed: int = 0  # last steps, before which the latents are stored
 
 
 class Weights(NamedTuple):
@@ -267,7 +268,8 @@ class Sampler:
             if count
         ]
         noise, window = split(start_noise(start_keys, self.shape)), (start, settings.length)
-        stored = settings.store_dtype, settings.store_means
+        keep = settings.steps - settings.replayed if settings.replayed else None
+        stored = settings.store_dtype, settings.store_means, keep
         with tracing_on(group.batch, group.attention):
             trajectory = sample(stages, noise, self.sigmas, settings.step, keys, window, *stored)
         latents = self.policy.family.complete(trajectory.latents, conditioning)

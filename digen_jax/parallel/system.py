@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.checkpoints.quantization import is_quantized
 from digen_jax.diffusion.sampling import Transitions
+from digen_jax.models.family import Record
 from digen_jax.parallel.accumulate import FinalImages, SharedInputs, TrainBatch
 from digen_jax.parallel.mesh import put, with_shardings
 from digen_jax.parallel.placement import DeviceGroup, Placement
@@ -252,6 +253,7 @@ def make_train_batch(
     images: SampledImages,
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
+    records: Sequence[Record] = (),
 ) -> TrainBatch:
     """Converts a chunk on the trainer mesh to the trainer's format.
 
@@ -261,6 +263,7 @@ def make_train_batch(
       images: The chunk.
       advantages: Advantage of each image. For an algorithm that `ranks`, any numbers in the same order.
       weight: Weight of each image. None means that all images train.
+      records: Prompt records of the step, for differentiable rewards.
     """
     group = system.placement.trainer
     samples, rows = images.samples, images.rows
@@ -274,7 +277,12 @@ def make_train_batch(
         samples, rows = FinalImages(x0, keys, samples.sigmas), rows[first]
     each = (rows, prepared.advantages, prepared.weight)
     at, values, weights = (put(a, group.batch) for a in each)
-    return TrainBatch(samples, SharedInputs(prompts, images.sigmas[1]), at, values, weights)
+    shared = SharedInputs(prompts, images.sigmas[1])
+    if (rewards := system.trainer.rewards) is not None:
+        tokens = tuple(put(ids, group.replicated) for ids in rewards.tokenize(records))
+        last = images.sigmas[-1 - system.trainer.algorithm.replayed_steps :]
+        shared = shared._replace(tokens=tokens, sigmas=last)
+    return TrainBatch(samples, shared, at, values, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -28,7 +28,7 @@ from digen_jax.parallel.accumulate import (
     sum_passes,
 )
 from digen_jax.parallel.mesh import put, with_shardings
-from digen_jax.parallel.objectives import make_objective, zero_totals
+from digen_jax.parallel.objectives import DifferentiableRewards, make_objective, zero_totals
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy, jit_as_written
 
@@ -113,12 +113,13 @@ class Trainer:
         step: ReverseStep,
         algorithm: Algorithm,
         settings: TrainerSettings,
+        rewards: DifferentiableRewards | None = None,
     ):
         self.policy, self.group, self.settings = policy, group, settings
-        self.algorithm = algorithm
+        self.algorithm, self.rewards = algorithm, rewards
         self._optimizer = settings.optimizer()
         self._objectives: list[Any] = [
-            make_objective(expert, step, algorithm) for expert in policy.experts
+            make_objective(expert, step, algorithm, rewards) for expert in policy.experts
         ]
 
         def start_group(tuned):
@@ -308,6 +309,7 @@ class Trainer:
             behavior if algorithm.reads_behavior else None,
             start if algorithm.reads_start else None,
             state.copy if algorithm.reads_copy else None,
+            None if self.rewards is None else self.rewards.params,
         )
 
     def trace_accumulate(self, tuned: Any, base: Any, train_batch: TrainBatch) -> jax.stages.Traced:

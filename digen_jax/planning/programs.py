@@ -170,7 +170,15 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
         if together > 1 and not config.algorithm.ranks
         else number
     )
-    train_batch = TrainBatch(trained, SharedInputs(prompts, largest), row, of_images, number)
+    shared = SharedInputs(prompts, largest)
+    if (rewards := system.trainer.rewards) is not None:
+        tokens: Any = tuple(
+            jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=group.replicated)
+            for ids in rewards.tokenize(records)
+        )
+        steps = config.algorithm.replayed_steps
+        shared = shared._replace(tokens=tokens, sigmas=largest.update(shape=(steps + 1,)))
+    train_batch = TrainBatch(trained, shared, row, of_images, number)
     return system.trainer.trace_accumulate(system.start, system.base, train_batch)
 
 

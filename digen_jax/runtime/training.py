@@ -134,7 +134,10 @@ class GradientExecutor:
         self._stale |= images.version != chunk.step
         if len(batch.places) < len(images.rows):
             images = select_images(images, batch.places, self.system.placement.trainer)
-        train_batch = make_train_batch(self.system, prompts, images, batch.advantages, batch.weight)
+        records = self._steps[chunk.step].records
+        train_batch = make_train_batch(
+            self.system, prompts, images, batch.advantages, batch.weight, records
+        )
         algorithm, behavior, start = trainer.algorithm, None, None
         if algorithm.reads_behavior:
             behavior = self.version_weights(WeightsVersion(images.version))

@@ -5,6 +5,8 @@
 | pil_crop    | transformers' CLIPImageProcessorPil                             | the shorter side, crops | yes |
 | tensor_crop | torchvision's Resize and CenterCrop of a floating-point tensor  | the shorter side, crops | no |
 | tensor_pad  | HPSv2's ResizeMaxSize of a floating-point tensor                | the longer side, pads   | no |
+
+Images may also be floating-point numbers in [0, 1]: nothing is rounded then, so that there is a gradient.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Float, Float32, Int32, Num, UInt8
 from PIL import Image
 
 Filter = Literal["bilinear", "bicubic"]
@@ -194,41 +196,50 @@ def crop_image(image: Image.Image, processor: Processor) -> UInt8[np.ndarray, "s
     return resized[top : top + processor.size, left : left + processor.size]
 
 
-def scaled(images: UInt8[Array, "b s s 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
+def scaled(images: Num[Array, "b s s 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
     """Scales and normalizes cropped images."""
     return normalised(images.astype(jnp.float32) * processor.scale, processor)
 
 
-def pil_crop(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
+def pil_crop(images: Num[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
     """Applies `CLIPImageProcessorPil`: bytes are exact, normalized values are equal up to float32 rounding."""
     height, width = _shorter(images.shape[1:3], processor.edge)
-    x = resize_bytes(images, height, width, processor.kind)
+    if images.dtype == jnp.uint8:
+        x = resize_bytes(images, height, width, processor.kind)
+    else:
+        x = jnp.clip(resize(images, height, width, processor.kind), 0, 1) * 255
     size = processor.size
     x = _cropped(x, (height - size) // 2, (width - size) // 2, size)
     return scaled(x, processor)
 
 
 def tensor_crop(
-    images: UInt8[Array, "b h w 3"], processor: Processor, kind: Filter
+    images: Num[Array, "b h w 3"], processor: Processor, kind: Filter
 ) -> Float32[Array, "b s s 3"]:
     """Applies torchvision's `Resize(edge, kind)` and `CenterCrop(size)` to images in [0, 1], then normalizes."""
     height, width = _shorter(images.shape[1:3], processor.edge)
-    x = resize(images.astype(jnp.float32) / 255, height, width, kind)
+    x = resize(_unit(images), height, width, kind)
     size = processor.size
     # Rounded half to even, unlike transformers' crop.
     top, left = (round((side - size) / 2) for side in (height, width))
     return normalised(_cropped(x, top, left, size), processor)
 
 
-def tensor_pad(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
+def tensor_pad(images: Num[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
     """Applies HPSv2's `ResizeMaxSize`: resizes the longer side, pads the shorter side with black, and normalizes."""
     before, size = images.shape[1:3], processor.size
     scale = size / max(before)
     height, width = (round(side * scale) for side in before)
-    x = resize(images.astype(jnp.float32) / 255, height, width, processor.kind)
+    x = resize(_unit(images), height, width, processor.kind)
     bars = [(size - side, (size - side) // 2) for side in (height, width)]
     pads = [(first, total - first) for total, first in bars]
     return normalised(jnp.pad(x, ((0, 0), *pads, (0, 0))), processor)
+
+
+def _unit(images: Num[Array, "b h w 3"]) -> Float32[Array, "b h w 3"]:
+    """Returns images in [0, 1]."""
+    values = images.astype(jnp.float32)
+    return values / 255 if images.dtype == jnp.uint8 else values
 
 
 def normalised(x: Float32[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b h w 3"]:
