@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,9 +88,10 @@ def driver(
 
 
 def drive(system: System, config: ConfigDict, steps: int, reward=toy.brightness, **options):
-    """As `toy.drive`; all workers stay to the end."""
+    """As `toy.drive`; all workers stay to the end, however long a busy machine keeps one from answering."""
     log = []
-    with driver(system, config, reward, log=log, **options) as found:
+    patient = unittest.mock.patch("digen_jax.distributed.workers.PING_TIMEOUT", 120.0)
+    with patient, driver(system, config, reward, log=log, **options) as found:
         history = [found.step() for _ in range(steps)]
         rollouts = [name for name in found.executor.samplers if name.startswith("rollout")]
         assert len(rollouts) == len(system.placement.rollouts)
