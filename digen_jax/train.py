@@ -34,7 +34,7 @@ from digen_jax.logging import workdir as workdirs
 from digen_jax.logging.metrics import reason_to_stop
 from digen_jax.logging.run_log import RunLog, files_table, full_disk
 from digen_jax.logging.status import status_updates
-from digen_jax.logging.workdir import check_there
+from digen_jax.logging.workdir import check_there, switch_profiler
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.policies import place_here, place_processes
 from digen_jax.process import job
@@ -54,6 +54,7 @@ from digen_jax.runtime.opening import (
     open_system,
     restore,
 )
+from digen_jax.scheduling.commands import TRAINER
 
 if TYPE_CHECKING:  # imported with Ray's workers
     from digen_jax.distributed.launch import TrainerPart
@@ -61,12 +62,16 @@ if TYPE_CHECKING:  # imported with Ray's workers
 
 
 def train(
-    config: TrainConfig, workdir: pathlib.Path, part: "TrainerPart | None" = None
+    config: TrainConfig,
+    workdir: pathlib.Path,
+    part: "TrainerPart | None" = None,
+    profiled: Sequence[int] = (),
 ) -> int | None:
     """Starts or resumes a run in its workdir.
 
     All trainer processes call this with a shared workdir. Process 0 is the coordinator. `part` has the arguments of
     this process in a trainer with other workers on Ray; None means that the devices of all processes sample and train.
+    `profiled` are the steps, counted from 1, of which `jax.profiler` writes a trace.
 
     Returns:
       None if the run is finished, or the exit code if a signal stopped it.
@@ -77,11 +82,11 @@ def train(
     """
     with complete_lines():
         if part is not None:
-            return _train_with_workers(config, workdir, part)
+            return _train_with_workers(config, workdir, part, profiled)
         if not job.is_first():
             return follow_run(config, workdir)
         with coordinating() as broadcast:
-            return _coordinate(_place(config, workdir), workdir, broadcast)
+            return _coordinate(_place(config, workdir), workdir, broadcast, profiled)
 
 
 def _place(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
@@ -94,7 +99,7 @@ def _place(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
 
 
 def _train_with_workers(
-    config: TrainConfig, workdir: pathlib.Path, part: "TrainerPart"
+    config: TrainConfig, workdir: pathlib.Path, part: "TrainerPart", profiled: Sequence[int]
 ) -> int | None:
     """Runs `train` in a process of a trainer with other workers on Ray, which only such runs import."""
     from digen_jax.distributed.engine import RayEngine
@@ -116,7 +121,7 @@ def _train_with_workers(
     with closing(RemoteWorkers(config, engine, part.devices, shares, joint)) as workers:
         workers.devices = _join(config, place)
         with coordinating() as broadcast:
-            return _coordinate(config, workdir, broadcast, workers)
+            return _coordinate(config, workdir, broadcast, profiled, workers)
 
 
 def _join(config: TrainConfig, place: Place | None) -> list[jax.Device]:
@@ -129,6 +134,7 @@ def _coordinate(
     config: TrainConfig,
     workdir: pathlib.Path,
     broadcast: CommandBroadcast,
+    profiled: Sequence[int],
     workers: "RemoteWorkers | None" = None,
 ) -> int | None:
     """Runs `train` in the coordinator."""
@@ -141,7 +147,7 @@ def _coordinate(
         stopped = reason_to_stop(config.stopping, workdir) if finished else None
         if finished < config.steps and not stopped:
             checkpointing.check_records(workdir)
-            run = TrainingRun(config, workdir, broadcast, workers)
+            run = TrainingRun(config, workdir, broadcast, profiled, workers)
             code = run.run(changed)
         else:
             why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
@@ -154,7 +160,8 @@ def _coordinate(
 class TrainingRun:
     """Coordinator of a run, from its start or last checkpoint to its results.
 
-    The workdir is claimed by this process. `workers` are those in other processes, if any.
+    The workdir is claimed by this process. `profiled` are the steps to profile, `workers` those in other processes, if
+    any.
     """
 
     def __init__(
@@ -162,10 +169,12 @@ class TrainingRun:
         config: TrainConfig,
         workdir: pathlib.Path,
         broadcast: CommandBroadcast,
+        profiled: Sequence[int],
         workers: "RemoteWorkers | None" = None,
     ):
         self.config, self.workdir = config, workdir
         self.broadcast, self.workers = broadcast, workers
+        self.profiled, self.profiling = profiled, False
         self.checkpoints = CheckpointStore(workdir, config)
         broadcast.send("begin", json.dumps([config.as_json(), workdirs.own_claim()]))
         broadcast.wait_for_answers(START_TIMEOUT)
@@ -218,6 +227,8 @@ class TrainingRun:
 
     def steps(self, checkpoint: TrainCheckpoint, interrupt: Interrupt) -> TrainCheckpoint:
         """Runs the steps after a checkpoint until the end or a signal; saves and returns the final checkpoint."""
+        if self.profiled and checkpoint.done >= self.profiled[-1]:
+            print(f"no profile: step {self.profiled[-1]} of --profile is done", flush=True)
         make, workers = functools.partial(self.driver, checkpoint), self.workers
         if workers is None:
             driving: Any = closing(make())
@@ -231,11 +242,13 @@ class TrainingRun:
                 while checkpoint.done < self.config.steps:
                     if interrupt.requested or self.stopped:
                         break
+                    self.profile(checkpoint.done + 1 in self.profiled)
                     checkpoint = self.step(checkpoint, driver)
                     self.check_disk()
                     interrupt.requested = interrupt.requested or self.broadcast.stop_signal()
                     if checkpoint.done < self.config.steps:
                         self.stopped = reason_to_stop(self.config.stopping, self.workdir)
+                self.profile(False)
                 if not (interrupt.requested or self.stopped):
                     with checkpointing.divergence_reported(
                         checkpoint, self.checkpoints, self.config
@@ -246,14 +259,17 @@ class TrainingRun:
                 if checkpoint.is_intact() and not self.broadcast.is_broken:
                     self.save(checkpoint)
                 self.log.timeline(driver.rest(), time.time() - driver.now())
+                self.profile(False)
         return checkpoint
 
     def step(self, checkpoint: TrainCheckpoint, driver: Driver) -> TrainCheckpoint:
         """Runs the step after a checkpoint: trains, logs metrics, and saves a checkpoint if due."""
+        done = checkpoint.done + 1
         with checkpointing.divergence_reported(checkpoint, self.checkpoints, self.config):
-            metrics = driver.step()
+            with jax.profiler.StepTraceAnnotation("step", step_num=done):
+                metrics = driver.step()
             check_metrics(metrics)
-        done, clock = checkpoint.done + 1, time.time() - driver.now()
+        clock = time.time() - driver.now()
         if self.workers is not None:
             self.workers.step = done
         self.log.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
@@ -262,6 +278,19 @@ class TrainingRun:
         if self.checkpoints.due(done):
             self.save(checkpoint)
         return checkpoint
+
+    def profile(self, active: bool) -> None:
+        """Starts the profiler in all processes of the run, or ends it; no-op if nothing changes."""
+        if active == self.profiling:
+            return
+        self.profiling, folder = active, self.workdir.absolute() / "profile"
+        value = str(folder) if active else ""
+        self.broadcast.send("profile", value)
+        switch_profiler(value, TRAINER)
+        if self.workers is not None:
+            self.workers.profile(value)
+        if not active:
+            print(f"wrote a profile to {folder}", flush=True)
 
     def driver(self, checkpoint: TrainCheckpoint, others: "Sequence[WorkerProxy]" = ()) -> Driver:
         """Builds the driver for the steps after a checkpoint; `others` are workers in other processes."""

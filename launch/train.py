@@ -15,7 +15,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.config.command_line import define_path, run_main
+from digen_jax.config.command_line import define_path, profiled_steps, run_main
 from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
@@ -40,6 +40,11 @@ _ONE_JOB = flags.DEFINE_bool(
     False,
     "With --ray: all processes form one JAX job, as on one TPU slice; if one fails, all end.",
 )
+_PROFILE = flags.DEFINE_string(
+    "profile",
+    None,
+    "Step or range of steps, such as 3 or 3-5, of which jax.profiler writes a trace to the workdir.",
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -50,6 +55,7 @@ def main() -> int | None:
     from digen_jax.process.job import join_job, prepare, resolve_place
 
     config = load_config(_CONFIG.value)
+    profiled = profiled_steps(_PROFILE.value, config.steps)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     part = None
     if _RAY.value is None:
@@ -73,7 +79,7 @@ def main() -> int | None:
 
     from digen_jax.train import train
 
-    return train(config, pathlib.Path(_WORKDIR.value), part)
+    return train(config, pathlib.Path(_WORKDIR.value), part, profiled)
 
 
 if __name__ == "__main__":

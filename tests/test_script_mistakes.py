@@ -37,6 +37,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ((*EVALUATE, "--format=mp4", "--width=33"), "--format: H.264 needs"),
         (EVALUATE[:2], "a pipeline has no prompts and rewards: set --prompts and --reward"),
         ((*EVALUATE, "--reward_weights=1,2"), "--reward_weights=1,2 must be 1 numbers"),
+        (("train.py", SHAPES, "--workdir=x", "--profile=5-3"), "--profile=5-3 must be a step or a"),
         ((*SERVER, "--memory=5"), "--memory=5 must"),
         (("reward_server.py", "--reward=shapes_genevil"), "unknown reward 'shapes_genevil'"),
         ((*PLAN, "--output=FOLDER"), "--output = 'FOLDER' is a folder already"),

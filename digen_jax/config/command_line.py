@@ -52,6 +52,24 @@ def define_path(name: str, default: str | None, help_: str, several: bool = Fals
 flags.disclaim_key_flags()
 
 
+def profiled_steps(text: str | None, steps: int) -> range:
+    """Returns the steps of --profile, counted from 1; empty without the option. A run has `steps` steps.
+
+    Raises:
+      ConfigError: It is neither a step of the run nor a range that starts with one.
+    """
+    if text is None:
+        return range(0)
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = map(int, (found[1], found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= min(last, steps):
+        raise ConfigError(
+            f"--profile={text} must be a step or a range of steps, such as 3 or 3-5, that starts between 1 and "
+            f"config.steps = {steps}"
+        )
+    return range(first, last + 1)
+
+
 def run_main(main: Main) -> None:
     """Runs a script's `main()` after absl has parsed the flags; a `ConfigError` prints one line and exits with code 2.
 

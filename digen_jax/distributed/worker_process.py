@@ -68,6 +68,7 @@ class RolloutProcess:
         self._executor: SamplingExecutor | None = None  # see `_sampling`
         self._creating = threading.Lock()
         self._calls: dict[int, Any] = {}  # by serial: stopwatches of calls in progress
+        self._profiled = False  # whether the profiler runs
 
     def __repr__(self) -> str:
         """Prefix of each line of output."""
@@ -200,10 +201,13 @@ class RolloutProcess:
         Returns:
           ((seconds of work without compilation, its parts in seconds before its end), result of the method).
         """
+        import jax
+
         from digen_jax.distributed.transfer import received
         from digen_jax.runtime.clock import measured
 
-        with self._errors(), measured() as stopwatch:
+        annotation = jax.profiler.TraceAnnotation(method)
+        with self._errors(), measured() as stopwatch, annotation:
             self._calls[serial] = stopwatch
             objects = iter(stored)
             for key, count in trees.items():
@@ -289,6 +293,14 @@ class RolloutProcess:
         """Frees the data of an ended step and of all earlier ones."""
         self._steps.forget(step + 1)
         self._transfer.end_step(step)
+
+    def profile(self, folder: str) -> None:
+        """Starts or ends a profile; see `switch_profiler`. No-op if this process joined after its start."""
+        from digen_jax.logging.workdir import switch_profiler
+
+        if folder or self._profiled:
+            switch_profiler(folder, self._name)
+            self._profiled = bool(folder)
 
     def ping(self) -> dict[int, float]:
         """Returns the seconds of work of each call in progress, by serial."""

@@ -51,6 +51,7 @@ OPEN_TIMEOUT = 1800.0  # seconds for a worker to load its model before it is res
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a failed worker is restarted
 FINISH_TIMEOUT = 5.0  # seconds for work in progress at the end of the run
 CLOSE_TIMEOUT = 2.0  # seconds for a worker to end its reward processes
+PROFILE_TIMEOUT = 300.0  # seconds for a worker to write a profile
 FREE_TIMEOUT = 60.0  # seconds for a worker to free data
 CONTROL = -1  # serial of calls that free data
 
@@ -143,6 +144,11 @@ class WorkerProxy:
         """Ends all calls with WorkerDisconnected; their work is reassigned."""
         self.end_calls("was removed")
         self.disconnected.set()
+
+    def profile(self, folder: str) -> list[Future]:
+        """Starts or ends a profile in all processes, in parallel with their work; see `RolloutProcess.profile`."""
+        call = functools.partial(self._engine.call, group="score")
+        return [call(actor, "profile", folder) for actor in self._actors]
 
     def ping(self) -> None:
         """Records the progress of calls in progress.
@@ -429,6 +435,16 @@ class RemoteWorkers:
     def _workers(self) -> list[WorkerProxy]:
         with self._changed:
             return list(self._ready.values())
+
+    def profile(self, folder: str) -> None:
+        """Starts or ends a profile in all ready workers; reports those that fail. See `switch_profiler`."""
+        calls = {one.name: one.profile(folder) for one in self._workers()}
+        wait([call for own in calls.values() for call in own], PROFILE_TIMEOUT)
+        for name, own in calls.items():
+            for call in own:
+                why = call.exception() if call.done() else f"no answer in {PROFILE_TIMEOUT:g} s"
+                if why:
+                    print(f"{name} has no profile ({why})", file=sys.stderr, flush=True)
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Returns host, process and last reply of each ready worker, for `logging.status.status_updates`."""

@@ -255,6 +255,19 @@ def started_in(workdir: Path) -> Path | None:
         return None
 
 
+def switch_profiler(folder: str, worker: str) -> None:
+    """Starts a trace of this process by `jax.profiler`, in a subfolder of `folder`; "" ends and writes it."""
+    import jax
+
+    if not folder:
+        jax.profiler.stop_trace()
+        return
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function would be an event
+    name = f"{worker} {jax.process_index()}".replace(" ", "_")
+    jax.profiler.start_trace(Path(folder, name), profiler_options=options)
+
+
 def commit(folder: Path = Path(__file__).parent) -> str | None:
     """Returns the git commit of the code, with "+" if files are modified, or None if unavailable."""
 

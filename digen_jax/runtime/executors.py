@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
+import jax
+
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.logging.evaluation import Evaluation, Extremes, ImageStats
 from digen_jax.parallel.system import Rollout, System
@@ -190,7 +192,13 @@ class Executors:
         self._transfer.drop_peer(worker)
 
     def do(self, command: Command) -> None:
-        """Executes any command except Score; blocks until its work is done."""
+        """Executes any command except Score; blocks until its work is done. A profile shows it by its kind."""
+        chunk = getattr(command, "chunk", None)
+        arguments = {} if chunk is None else {"step": chunk.step, "chunk": chunk.index}
+        with jax.profiler.TraceAnnotation(command.kind, **arguments):
+            self._do(command)
+
+    def _do(self, command: Command) -> None:
         match command:
             case Encode():
                 _ = self.steps[command.step]  # also if another process encodes it

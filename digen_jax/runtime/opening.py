@@ -31,7 +31,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_checks import report_odd_prompts
 from digen_jax.data.prompt_files import PromptBatches
 from digen_jax.errors import ConfigError
-from digen_jax.logging.workdir import check_shared
+from digen_jax.logging.workdir import check_shared, switch_profiler
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizers import known_words
 from digen_jax.parallel.placement import MeshRole
@@ -51,7 +51,7 @@ from digen_jax.runtime.checkpointing import CheckpointStore, InFlight, TrainChec
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.sampling import open_rewards, try_scorers
 from digen_jax.runtime.steps import ScoredChunk
-from digen_jax.scheduling.commands import WeightsVersion, pack, unpack
+from digen_jax.scheduling.commands import TRAINER, WeightsVersion, pack, unpack
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import GUESSED, Settings
 
@@ -386,5 +386,7 @@ def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, valu
             done, versions = value
             in_flight = InFlight({}, {v: executors.versions[WeightsVersion(v)] for v in versions})
             checkpoints.store(TrainCheckpoint(done, executors.state, in_flight))
+        case "profile":
+            switch_profiler(value, TRAINER)
         case _:
             raise ValueError(f"the first process sent {kind!r}: it runs another version")

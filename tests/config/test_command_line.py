@@ -176,3 +176,17 @@ def test_one_word_for_the_placement_is_its_sizes():
         "--config.placement.mode=fitted",
         *kept,
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [(None, []), ("3", [3]), ("3-5", [3, 4, 5]), ("8-8", [8]), ("7-9", [7, 8, 9])],
+)
+def test_the_profiled_steps_are_one_or_a_range(text, steps):
+    assert list(command_line.profiled_steps(text, 8)) == steps
+
+
+@pytest.mark.parametrize("text", ["", "0", "0-2", "9", "9-10", "5-3", "-3", "3-", "3,4", "all"])
+def test_profiled_steps_that_are_not_of_the_run_are_refused(text):
+    with pytest.raises(ConfigError, match=f"--profile={text} "):
+        command_line.profiled_steps(text, 8)

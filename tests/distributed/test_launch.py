@@ -181,7 +181,7 @@ def test_a_run_continues_the_same_after_any_process_dies_or_stops(run, unbroken,
     store = tmp_path / "store"
     ahead = "--config.prompts.encoding=precomputed", f"--config.prompts.cache={store}"
     pool = "--config.placement.rollout.data=0", "--config.placement.trainer.workers=2"
-    process = run.begin(*pool, *ahead, "--config.steps=7")
+    process = run.begin(*pool, *ahead, "--config.steps=7", "--profile=6-9")
     run.held(5, process)
     os.kill(run.pid("worker 1", process), signal.SIGKILL)
     process.until("worker 1 joins")
@@ -194,6 +194,8 @@ def test_a_run_continues_the_same_after_any_process_dies_or_stops(run, unbroken,
     assert "continuing after step 4" in said and "Stopped and saved after step 6;" in said
     assert run.generated() == run.trained(5) == {"trainer", "worker 1"}
     assert store.exists()
+    profiled = (run.workdir / "profile").glob("*/plugins/profile/*/*.xplane.pb")
+    assert sorted(path.parents[3].name for path in profiled) == ["trainer_0", "worker_1_0"]
 
     assert_same_steps(run.workdir, unbroken, 4)
     start = tuned(unbroken, 1)

@@ -1,5 +1,6 @@
 """Rollout workers that fail to start, are lost in mid-run or hang: see `local_engine`."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -123,6 +124,21 @@ def test_a_worker_that_fails_to_start_restarts(quick, remote):
     found, engine = remote(fail)
     found.wait(LONG)
     assert len(engine.actors) == 5
+
+
+def test_workers_write_a_profile_or_say_why_not(remote, tmp_path, capsys):
+    """All workers share this process, in which the profiler runs once: the second one to start it fails."""
+    found, engine = remote(lambda name: None)
+    found.wait(LONG)
+    assert {actor.object._name for actor in engine.actors} == {"rollout 0", "rollout 1"}
+    found.profile(str(tmp_path))
+    found.profile("")
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    number = re.fullmatch(r"rollout_(.)_0", file.relative_to(tmp_path).parts[0])[1]
+    said = capsys.readouterr().err
+    assert (
+        said.count("no profile") == said.count(f"rollout {1 - int(number)} has no profile (") == 1
+    )
 
 
 def test_a_worker_that_hangs_during_its_start_restarts(quick, remote, monkeypatch):

@@ -138,8 +138,10 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
     assert "Stopped and saved after step 2; the same command continues." in first[1]
     assert {"1", "2"} <= {path.name for path in (folder / "two" / "checkpoints").iterdir()}
 
-    first, second = together(folder, toy_run("two"))
+    first, second = together(folder, [*toy_run("two"), "--profile=3"])
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    profiled = (folder / "two" / "profile").glob("*/plugins/profile/*/*.xplane.pb")
+    assert sorted(path.parents[3].name for path in profiled) == ["trainer_0", "trainer_1"]
     assert "reward on 5 training prompts" in first[1] and second[1] == ""
     assert finished_step(folder / "two") == 3
     assert_same_run(folder / "two", *unbroken)

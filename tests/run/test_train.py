@@ -1,5 +1,6 @@
 """Whole runs: real processes with a tiny pipeline, stopped at various moments; then runs of the toy family."""
 
+import gzip
 import json
 import os
 import pathlib
@@ -257,7 +258,7 @@ def reward(images, prompts, metadata):
 def train(tmp_path, monkeypatch):
     """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
 
-    def train(workdir, config, event=None, devices=2):
+    def train(workdir, config, event=None, devices=2, **options):
         def build(train_config):
             own = train_config.as_json()
             evaluation = own.pop("evaluation")
@@ -272,7 +273,7 @@ def train(tmp_path, monkeypatch):
 
         toy.replace_model(monkeypatch.setattr, build)
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
-        return whole_run(load_config(config), tmp_path / workdir)
+        return whole_run(load_config(config), tmp_path / workdir, **options)
 
     return train
 
@@ -358,6 +359,32 @@ def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, ca
     ]
     with pytest.raises(ConfigError, match=r"has another config .config.seed: 0 -> 1"):
         train("run", config(tmp_path, steps=2, **turned, seed=1))
+
+
+def profiles(workdir: pathlib.Path) -> list[list[dict]]:
+    """The events of each trace, in the order in which they were written."""
+    found = (workdir / "profile" / "trainer_0").glob("plugins/profile/*/*.trace.json.gz")
+    return [
+        json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        for path in sorted(found, key=lambda path: path.stat().st_mtime)
+    ]
+
+
+def test_a_profile_has_the_work_of_its_steps_after_resuming_too(tmp_path, train, capsys):
+    shape, steps = dict(evaluation__every=1), [2, 4, 5]
+    for end, profiled in zip(steps, (range(2, 9), range(2, 9), range(1, 3)), strict=True):
+        assert train("run", config(tmp_path, steps=end, **shape), profiled=profiled) is None
+    for events, expected in zip(profiles(tmp_path / "run"), ([2], [3, 4]), strict=True):
+        spans = [event for event in events if event.get("ph") == "X"]
+        steps = [int(span["args"]["step_num"]) for span in spans if span["name"] == "step"]
+        assert sorted(steps) == expected
+        trained = [int(span["args"]["step"]) for span in spans if span["name"] == "train"]
+        assert sorted(trained) == [step - 1 for step in expected]  # one chunk a step
+        names = [span["name"] for span in spans]
+        assert names.count("update") == len(expected) and {"generate", "decode"} <= {*names}
+        assert any("dot" in name for name in names)  # operations of programs
+    said = capsys.readouterr().out
+    assert said.count("wrote a profile to ") == 2 and said.count("no profile: step 2 ") == 1
 
 
 def of_trained_sizes(images, prompts, metadata):

@@ -13,6 +13,7 @@ from digen_jax.logging.timeline import Summary
 from digen_jax.planning import hardware
 from digen_jax.planning.flops import program_flops
 from digen_jax.planning.hardware import Chip
+from digen_jax.scheduling.commands import TRAINER, Chunk, Train
 from tests.parallel import toy
 from tests.parallel.toy import receive
 
@@ -234,6 +235,8 @@ def test_utilisation_is_the_needed_flops_over_those_of_the_timelines_seconds(
         each = metrics["images_per_second_per_device"]
         assert each == pytest.approx(metrics["images_per_second"] / sum(devices.values()))
     assert any(one.kind == "evaluate" for _, intervals in found for one in intervals)
+    one_of_two = Train(0, TRAINER, Chunk(0, 0), version=0, update=0, first=1, count=1)
+    assert driver.executor.flops(one_of_two)[0] == pytest.approx(4 * 2 * 4 * forward)
 
 
 # ------------------------------------------------------------------------------ what can go wrong
