@@ -20,7 +20,7 @@ CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 LIMITS = {
     "Python lines without tests": (52_517, 36_000),
     "package files": (166, 220),
-    "test lines": (41_252, 28_000),
+    "test lines": (41_255, 28_000),
     "README lines": (120, 120),
     "imported modules": (83, 50),
 }

@@ -4,6 +4,7 @@ import copy
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -170,11 +171,11 @@ def test_excluded_images_have_no_gradient(compared):
 def test_the_stored_latents_lead_to_the_sampled_images(compared):
     """Two Euler steps further are the trajectory's last latents."""
     _, system, prompts, _, _, trajectory, _ = compared
-    weights, conditioning = system.rollout_weights(system.start), prompts.at(ROWS)
+    weights, conditioning = system.rollout_weights(system.start), prompts.at(jnp.asarray(ROWS))
     velocity = system.policy.velocity(weights.tuned, weights.base, *conditioning)
     x, sigmas = trajectory.kept, trajectory.sigmas[-1 - KEPT :]
     for sigma, following in itertools.pairwise(sigmas):
-        x = x + (following - sigma) * velocity(x, np.full(4, sigma, np.float32))
+        x = x + (following - sigma) * velocity(x, jnp.full(4, sigma))
     np.testing.assert_allclose(x, trajectory.latents, atol=1e-4)
 
 

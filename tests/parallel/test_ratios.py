@@ -52,7 +52,7 @@ def replaying(system):
     def program(tuned, base, train_batch):
         steps = len(train_batch.samples.sigma)
         rows = jnp.tile(train_batch.rows, steps)
-        prompts, sigma_max = train_batch.shared
+        prompts, sigma_max, *_ = train_batch.shared
         velocity = system.policy.velocity(tuned, base, *prompts.at(rows))
         step = system.sampler.settings.step
         found = replay(velocity, flatten(train_batch.samples), step, sigma_max)

@@ -16,6 +16,7 @@ from digen_jax.diffusion.schedule import Window
 from digen_jax.errors import DivergedError
 from digen_jax.images import find_shared, reward_input
 from digen_jax.logging.evaluation import compute_image_stats, submit_image_stats
+from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.sampler import Decoded, SampleRng, fetch_clips
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
@@ -50,7 +51,8 @@ def level(images, prompts, metadata):
 def judging(reward=level, settings=SETTINGS):
     """Scores clips as the worker that has decoded them."""
     steps = Steps(settings, iter([RECORDS[:2]] * 9), SampleRng(0, None), 0, held_out=RECORDS)
-    mesh = types.SimpleNamespace(group=types.SimpleNamespace(mesh=np.zeros(1)), base=0, frozen=0)
+    group = types.SimpleNamespace(mesh=make_mesh(jax.devices()[:1]))
+    mesh = types.SimpleNamespace(group=group, base=0, frozen=0)
     executor = SamplingExecutor("a", mesh, steps, ArrayTransfer(), reward_weights=(2.0,))
 
     def submit(chunk, given):
