@@ -71,7 +71,7 @@ def load_system(
     start, base = _read_trained(config, parts, placement.trainer)
     rewards = None
     if config.algorithm.differentiates_rewards:
-        decoders = _read(parts, family.decoders, placement.trainer, config.precision.frozen)
+        decoders = _read(parts, family.decoders, placement.trainer, config.precision.stored)
         rewards = differentiable_rewards(config, decoders, placement.trainer)
     if not late:
         frozen = _read_frozen(config, parts, placement.rollout)

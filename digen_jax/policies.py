@@ -181,7 +181,8 @@ def start_warnings(config: TrainConfig, family: Family) -> list[str]:
     """Returns a warning for each valid choice that has degraded runs of comparable libraries."""
     model, found = config.model, []
     few_steps = family.guidance == "none" or FEW_STEPS.search(pathlib.PurePath(model.folder).name)
-    if config.algorithm.objective == "matching" and few_steps:
+    matching = config.algorithm.objective == "matching"
+    if matching and few_steps and not config.algorithm.differentiates_rewards:
         found.append(
             f"config.algorithm.name = {config.algorithm.name!r} fits velocities at all noise levels, but "
             f"{model.folder} looks like a model distilled for few steps, which this often blurs or breaks: prefer "

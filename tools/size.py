@@ -18,11 +18,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 # Current limit and target of each measure.
 LIMITS = {
-    "Python lines without tests": (52_517, 36_000),
+    "Python lines without tests": (52_516, 36_000),
     "package files": (166, 220),
     "test lines": (41_255, 28_000),
     "README lines": (120, 120),
-    "imported modules": (83, 50),
+    "imported modules": (87, 50),
 }
 # Counts imported modules of the package once a run has made its first update.
 COUNT = """

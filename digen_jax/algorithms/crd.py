@@ -46,9 +46,8 @@ class CRD(GroupMatching):
     shares_noise: ClassVar[bool] = False
 
     beta: PositiveFloat = 1.0  # factor of implicit rewards
-    adv_clip: PositiveFloat = (
-        5.0  # clips advantages to [-adv_clip, adv_clip] before they are scaled to [0, 1]
-    )
+    # clips advantages to [-adv_clip, adv_clip] before they are scaled to [0, 1]
+    adv_clip: PositiveFloat = 5.0
     adaptive: bool = True  # whether an image's squared error is divided by its mean absolute error
     kl_coefficient: NonNegativeFloat = 0.1  # weight of the KL to the initial model; 0 means no KL
     # whether the KL's weight falls with an image's advantage, from kl_coefficient to 1e-4

@@ -18,7 +18,7 @@ from digen_jax.errors import NonNegativeFloat, PositiveInt
 
 @dataclasses.dataclass(frozen=True)
 class RewardGradient(Algorithm):
-    """Settings. Stored samples may be of an older policy version, whose gradient is then of other first steps."""
+    """Settings. With a policy lag, an older version has sampled the steps before the last ones."""
 
     name: ClassVar[str] = "reward_gradient"
     objective: ClassVar = "matching"
@@ -31,7 +31,7 @@ class RewardGradient(Algorithm):
 
     @property
     def replayed_steps(self) -> int:
-        """Sampling steps that the trainer repeats."""
+        """Number of sampling steps that the trainer repeats."""
         return self.gradient_steps
 
     @property

@@ -268,8 +268,7 @@ class RewardObjective:
                 sigma = jnp.full(len(x), sigmas[i])
                 v = velocity(x, sigma)
                 if reference is not None:
-                    fixed = jax.lax.stop_gradient(reference(x, sigma))
-                    kl += velocity_kl(v, fixed, sigma) / (len(sigmas) - 1)
+                    kl += velocity_kl(v, reference(x, sigma), sigma) / (len(sigmas) - 1)
                 x = Ode().advance(x, v, sigmas, i, None)[0]
             reward = score(self.policy.family.complete(x, prompts.conditioning))
             terms = {"loss": coefficient * kl - reward, "trained_reward": reward}
