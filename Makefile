@@ -50,6 +50,7 @@ lint: $(VENV)/dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/hadolint Dockerfile
 	$(RUN) -m mypy
 	$(RUN) tools/size.py
 

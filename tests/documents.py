@@ -46,7 +46,7 @@ FOLDERS = (
 DEMO = "configs/shapes_demo.py"
 # Commands of other programs, which are not checked; but commands that they start are.
 FOREIGN = ("pip", "python3", ".", "hf", "curl", "vllm", "export", "openssl", "kubectl")
-STARTING = ("sbatch", "srun", "mpirun", "gcloud", "ray", "sh")
+STARTING = ("sbatch", "srun", "mpirun", "gcloud", "ray", "sh", "docker")
 
 
 class Page(NamedTuple):

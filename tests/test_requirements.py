@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import re
 import shlex
 import shutil
 import subprocess
@@ -85,6 +86,23 @@ def test_make_installs_for_an_accelerator(accelerator):
     given = shlex.split(next(x for x in made.stdout.splitlines() if " -m pip install " in x))
     assert {f"jax[{accelerator}]", "-r", "requirements.txt"} <= {*given}
     assert given[given.index("-c") + 1].startswith("constraints/")
+
+
+def test_the_image_installs_files_that_exist():
+    text = (ROOT / "Dockerfile").read_text()
+    defaults = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE))
+    assert defaults["PYTHON"] in PYTHONS
+    extras = importlib.metadata.metadata("jax").get_all("Provides-Extra")
+    assert {*defaults["EXTRAS"].split(",")} <= {*extras}
+    lines = text.replace("\\\n", " ").replace("${PYTHON}", defaults["PYTHON"]).splitlines()
+    first = lines[: lines.index("COPY . .")]  # what packages are installed from
+    copied = {file for line in first if line.startswith("COPY ") for file in line.split()[1:-1]}
+    files = {file for pattern in copied for file in ROOT.glob(pattern)}
+    (install,) = (shlex.split(line) for line in first if line.startswith("RUN pip install"))
+    read = [ROOT / file for option, file in itertools.pairwise(install) if option in ("-r", "-c")]
+    assert len(read) == 5
+    for file in read:
+        assert file.exists() and {file, file.parent} & files
 
 
 def test_every_launch_script_is_a_command():
