@@ -17,8 +17,9 @@ TRAIN := $(VENV)/train$(addprefix -,$(ACCELERATOR))
 # Exact versions: new releases change nothing here.
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-# Tests sometimes wait for processes: one more at a time than there are cores.
+# Tests sometimes wait for processes, slow ones more often: one or two more at a time than there are cores.
 PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
+SLOW_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 2, 8))')
 
 .PHONY: demo docs test test-slow tpu-check gpu-check gpu-table lint format constraints clean
 
@@ -34,7 +35,7 @@ test: $(VENV)/dev
 	$(PYTEST) $(PROCESSES) -m "not slow and not tpu and not gpu"
 
 test-slow: $(VENV)/dev
-	$(PYTEST) $(PROCESSES) -m "slow and not tpu and not gpu"
+	$(PYTEST) $(SLOW_PROCESSES) -m "slow and not tpu and not gpu"
 
 # Without parallel processes, because each would hold a compiler of its own.
 tpu-check: $(VENV)-tpu/dev

@@ -12,6 +12,7 @@ from tests.scripts import run_forked
 from tests.tiny_runs import prompt_file, trained
 
 
+@pytest.mark.slow
 def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
     # Its average of the weights, its prompts, reward and settings, in other batches on other devices.
     workdir = trained(base, "full")

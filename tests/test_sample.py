@@ -103,6 +103,7 @@ def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
         open_model(str(tmp_path / "tuned"), jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, plain, tmp_path):
     run = open_model(str(trained(base, "lora")), jax.devices()[:1])
     assert run.defaults == (32, 32, 5, 2.0, 1.0, 1, 0.0), "as the run's own evaluation samples"

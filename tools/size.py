@@ -20,7 +20,7 @@ CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 LIMITS = {
     "Python lines without tests": (52_516, 36_000),
     "package files": (166, 220),
-    "test lines": (41_273, 28_000),
+    "test lines": (41_290, 28_000),
     "README lines": (120, 120),
     "imported modules": (87, 50),
 }

@@ -66,6 +66,7 @@ def test_every_kind_of_step_is_a_sum(kind):
         np.testing.assert_allclose(std[i], deviation, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_eager_loop_has_the_same_gradient(base):
     config = tiny_config(base, "full")
     config.sampler.update(dict(guidance=2.0, kind="dance"))

@@ -7,6 +7,7 @@ import pytest
 
 from digen_jax.distributed.worker_process import TrainingProcess
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from tests import cases
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
 from tests.distributed.test_algorithms import LORA, assert_same, config, run
@@ -27,9 +28,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if i == 0 else pytest.mark.slow) for i, c in enumerate(CASES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_updates_have_the_bits_of_those_of_one_process(case):
     name, meshes, fields = CASES[case]
     c = config(name, meshes, **fields)
@@ -73,7 +73,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", cases.quick([(moment,) for moment in MOMENTS], 2))
 def test_a_worker_that_dies_changes_nothing_and_rejoins(
     alone,  # noqa: F811
     systems,
@@ -109,6 +109,7 @@ def test_a_worker_that_dies_changes_nothing_and_rejoins(
     assert worker in {command.worker for command in last}
 
 
+@pytest.mark.slow
 def test_a_worker_that_rejoins_before_the_update_has_no_sums(alone, systems, quick, monkeypatch):  # noqa: F811
     """The trainer may be late, as when it saves a checkpoint."""
     c, system, engine, late = lost_config(False), systems(False), LocalEngine(), []
@@ -131,6 +132,7 @@ def test_a_worker_that_rejoins_before_the_update_has_no_sums(alone, systems, qui
     assert late and toy.difference(changed(system, state), expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_step_that_has_ended(systems, monkeypatch):
     """One worker is slow, so that others train what it has generated."""
     c, engine, train = lost_config(False), LocalEngine(), TrainingProcess.train

@@ -52,6 +52,7 @@ def drive(system, c, steps, faults, **options):
     return driver.executor.state, history, log
 
 
+@pytest.mark.slow
 def test_disconnected_workers_restart_and_change_nothing(quick, monkeypatch):
     """The first worker does not answer; later both are killed, and the trainer may sample until one is back."""
     c, system, expected = in_one_process("two meshes, LoRA")

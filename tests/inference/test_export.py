@@ -99,6 +99,7 @@ def test_a_lora_gives_the_images_of_the_run_by_the_lines_that_load_it(base, tmp_
     check_same_but_not_the_base(loaded_by(how_to_load(run, tmp_path / "lora")), base, "lora")
 
 
+@pytest.mark.slow
 def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
     """Its first pictures are the tuned ones, bit for bit; its KL is to the base model, so above 0 at once."""
     tuned, workdir = trained(base, "lora"), tmp_path / "run"

@@ -123,6 +123,7 @@ def driven(c, devices: int = 8):
     return lines, seen, spans
 
 
+@pytest.mark.slow
 def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypatch):
     """On a rollout worker, and on the trainer's when it samples, too."""
     c = config(files, "", ((1, 2), (2, 1), 1, True))

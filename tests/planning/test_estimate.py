@@ -267,6 +267,7 @@ def test_the_layout_is_compiled_on_its_own_meshes(base, small_target):
     assert [one.placement.trainer.data for one in asked] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monkeypatch):
     """The compiler takes the training only with the most remat, or never."""
     config, written, accepted = larger(base), [], {"blocks"}
@@ -292,6 +293,7 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monke
     assert "config.trainer.micro_batch=2" in written[-2]
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_are_quantized_and_nothing_else_is_compiled(base, monkeypatch):
     config = complete(tiny_config(base, "lora"))
     config.placement.mode, config.prompts.encoding = "given", "precomputed"

@@ -140,6 +140,7 @@ def test_a_placement_that_no_batch_fits_is_not_chosen():
     assert used.devices == 1  # 7 images are for no others
 
 
+@pytest.mark.slow
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     base, tmp_path, capsys, monkeypatch
 ):

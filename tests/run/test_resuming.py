@@ -52,6 +52,7 @@ def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_meshes_and_cuts_to_the_same_result(tmp_path, train, monkeypatch):
     monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
     assert train("unbroken", config(tmp_path, **PLAIN)) is None
@@ -68,6 +69,7 @@ def test_a_run_goes_on_with_other_meshes_and_cuts_to_the_same_result(tmp_path, t
     assert 0 < np.sqrt(off) < 1e-4 * norm
 
 
+@pytest.mark.slow
 def test_work_in_flight_of_two_workers_is_continued_by_others(tmp_path, train):
     """Half of a step has begun with older weights, which the checkpoint contains; then one device does everything."""
     apart = toy.meshes((1, 1), (1, 1), workers=2)
@@ -91,6 +93,7 @@ def flip(path: pathlib.Path) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, train, capsys):
     c = config(tmp_path, steps=6, checkpoint__every=1, checkpoint__keep=2)
     assert train("unbroken", c) is None
@@ -151,6 +154,7 @@ def fill(folder: pathlib.Path) -> None:
                 pass
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_no_step_and_the_same_command_continues(
     tmp_path, train, small_disk, monkeypatch
 ):

@@ -337,6 +337,7 @@ KINDS_OF_STATE = [
 LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
+@pytest.mark.slow
 def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, capfd):
     others = []
 

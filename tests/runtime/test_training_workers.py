@@ -67,7 +67,7 @@ def changed(system, state):
 NAMES = ("flow_grpo", "diffusion_nft", "flow_dppo", "dpo_offline")
 
 
-@pytest.mark.parametrize("name", quick([(name,) for name in NAMES], 0, 1))
+@pytest.mark.parametrize("name", quick([(name,) for name in NAMES], 1))
 def test_an_algorithm_trains_on_two_workers_as_on_one(name):
     c, pool = of_algorithm(name), of_algorithm(name)
     for one in (c, pool):
