@@ -253,7 +253,7 @@ def connect(
 def split(config: TrainConfig, family: Family, trained: Params, group: DeviceGroup) -> tuple:
     """Returns (trained, base) parameters of the trained components, on their mesh; see `Policy.split`."""
     policy, key = policies.make_policy(config, family), jax.random.key(config.seed)
-    start, base = policy.split(key, trained, config.algorithm.reads_reference)
+    start, base = policy.split(key, trained, config.reads_reference)
     if config.precision.frozen != "float32":
         base = reshard(base, group, OTHERS)  # does not change quantized kernels
     return start, base
@@ -293,7 +293,7 @@ class ParameterShapes(NamedTuple):
 def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     """Returns the abstract parameters of a run, in their stored dtypes."""
     policy, shapes = policies.make_policy(config, family), family.shapes()
-    split = functools.partial(policy.split, reference=config.algorithm.reads_reference)
+    split = functools.partial(policy.split, reference=config.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), policies.trained_of(family, shapes))
     encode = encoder_shapes(config, family) if is_precomputed(config, family) else {}
     others = {*shapes} - {*family.trained, *encode} | {*family.decoders}

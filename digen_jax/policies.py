@@ -60,7 +60,8 @@ def make_policy(config: TrainConfig, family: Family) -> Policy:
         targets = config.lora.targets or family.lora_targets
         lora = dataclasses.replace(config.lora, targets=targets)
     options = _guidances(sampler) | {"components": config.model.trained}
-    return Policy(family, lora=lora, **options)
+    sampled = config.advantages.kl_reward > 0
+    return Policy(family, lora=lora, samples_reference=sampled, **options)
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:

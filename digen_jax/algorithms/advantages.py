@@ -34,6 +34,9 @@ With several rewards, `combine` selects how they become one advantage:
 
   A group therefore does not count in the statistics of a reward that does not apply to it. With "advantages", groups
   with different rewards have equal weight for any reward scales; with "rewards", scales matter.
+
+With `kl_reward`, the KL to the initial model is one more reward, of weight -kl_reward, and differs between the
+denoising steps of an image, so that each step has its own advantage (`step_advantages`).
 """
 
 import dataclasses
@@ -42,7 +45,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from digen_jax.errors import DERIVED, Count
+from digen_jax.errors import DERIVED, Count, NonNegativeFloat
 
 # Added to a std before dividing by it, in units of the reward.
 STD_EPS = 1e-4
@@ -78,6 +81,9 @@ class AdvantageSettings:
     best_and_worst: Count = 0
     # whether groups of equal rewards are excluded from the loss, the KL and the means
     drop_zero_std: bool = False
+    # weight of the KL to the initial model, which is subtracted from the reward of each denoising step before
+    # advantages are computed, as in GenRL's code; only for policy_gradient; 0 means no KL
+    kl_reward: NonNegativeFloat = 0.0
     # Of the config's rewards: bounds of each reward's own advantages, 0: none; empty: all are 0.
     reward_clips: tuple[float, ...] = dataclasses.field(default=(), metadata=DERIVED)
 
@@ -110,10 +116,10 @@ class AdvantageSettings:
                 f"best_and_worst is {self.best_and_worst}; it must be at most {images // 2}, "
                 f"half of the {images} images of a group"
             )
-        if self.combine != "rewards" and len(self.reward_weights) == 1:
+        if self.combine != "rewards" and len(self.reward_weights) == 1 and not self.kl_reward:
             raise ValueError(
                 f"combine is {self.combine!r}, but reward_weights has a single weight; set combine to "
-                "'rewards', or give each of several rewards a weight"
+                "'rewards', or give each of several rewards, or kl_reward, a weight"
             )
         if any(self.reward_clips) and self.combine != "advantages":
             raise ValueError(
@@ -139,6 +145,7 @@ class AdvantageSettings:
             ("ddof", (0,)),
             ("best_and_worst", (0,)),
             ("drop_zero_std", (False,)),
+            ("kl_reward", (0.0,)),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -175,6 +182,45 @@ def advantages(
     if settings.combine == "gdpo":
         found = found / (_global_std(found, settings.ddof) + STD_EPS)
     return found.astype(np.float32)
+
+
+def with_kl(
+    settings: AdvantageSettings, rewards: Float[np.ndarray, "n k"], kl: Float[np.ndarray, "n"]
+) -> tuple[AdvantageSettings, Float[np.ndarray, "n k+1"]]:
+    """Returns (settings, rewards) with the KL as one more reward, whose advantages are not bounded."""
+    weights = *settings.reward_weights, -settings.kl_reward
+    clips = (*settings.reward_clips, 0.0) if settings.reward_clips else ()
+    changed = dataclasses.replace(settings, reward_weights=weights, reward_clips=clips)
+    return changed, np.column_stack([rewards, kl])
+
+
+def step_advantages(
+    settings: AdvantageSettings,
+    rewards: Float[np.ndarray, "n k"],
+    kl: Float[np.ndarray, "n s"],
+    group_ids: Int[np.ndarray, "n"],
+    num_groups: int,
+) -> Float32[np.ndarray, "n s"]:
+    """Computes the advantages of each image's s denoising steps, whose reward contains -kl_reward times their KL.
+
+    A step is compared with the same step of the group's other images. A KL lowers the reward of its own step only. As
+    in GenRL (ModelTC/GenRL, 82a867e): genrl/trainer/wan_trainer.py subtracts the KL from the weighted rewards before
+    genrl/stat_tracking.py computes the advantages ("rewards"), or genrl/advantages.py, with `weight_advantages`, adds
+    kl_reward times the advantages of -KL ("advantages"). The global std is that of each denoising step, "max_group"
+    the largest of all groups and steps.
+
+    Raises:
+      ValueError: as for `advantages`.
+    """
+    _columns(settings, rewards, group_ids, num_groups)
+    count, steps = kl.shape
+    if settings.std == "global":
+        each = [advantages(*with_kl(settings, rewards, one), group_ids, num_groups) for one in kl.T]
+        return np.stack(each, axis=1)
+    rewards = np.repeat(rewards, steps, axis=0)
+    ids = (group_ids[:, None] * steps + np.arange(steps)).ravel()
+    found = advantages(*with_kl(settings, rewards, kl.ravel()), ids, num_groups * steps)
+    return found.reshape(count, steps)
 
 
 def trained_images(

@@ -161,14 +161,15 @@ class Algorithm:
 
     def prepare(
         self,
-        advantages: Float[np.ndarray, "b"],
+        advantages: Float[np.ndarray, "b *s"],
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> PreparedChunk:
         """Returns the trained part of a chunk.
 
         Args:
-          advantages: Advantage of each image; if the algorithm `ranks`, any numbers in the same order.
+          advantages: Advantage of each image, or of each of its transitions; if the algorithm `ranks`, any numbers in
+            the same order.
           weight: Weight of each image; 0 means excluded.
           rows: Group number of each image.
         """

@@ -264,6 +264,19 @@ def _check_watched_reward(config: TrainConfig) -> None:
 def _check_advantages(config: TrainConfig) -> None:
     with prefix_errors("config.advantages."):
         config.advantages.check(config.batch.images)
+    given = f"config.advantages.kl_reward = {config.advantages.kl_reward}"
+    if not config.advantages.kl_reward:
+        return
+    if config.algorithm.objective != "transitions":
+        raise ConfigError(
+            f"{given} is a KL of noisy steps, which config.algorithm.name = {config.algorithm.name!r} does not sample: "
+            "set it to 0, or the algorithm to 'policy_gradient'"
+        )
+    if (fraction := config.sampler.window.timestep_fraction) < 1:
+        raise ConfigError(
+            f"{given} compares the same steps of a group's images, but config.sampler.window.timestep_fraction = "
+            f"{fraction} trains other steps of each: set that to 1, or config.advantages.kl_reward to 0"
+        )
 
 
 def _check_sampler(config: TrainConfig) -> None:

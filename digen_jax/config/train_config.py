@@ -118,6 +118,11 @@ class TrainConfig:
         return share_of_timesteps(self.noisy_steps, self.sampler.window.timestep_fraction)
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether the trainer or the sampler reads the initial policy, which is then kept."""
+        return self.algorithm.reads_reference or self.advantages.kl_reward > 0
+
+    @property
     def rng(self) -> SampleRng:
         """Random keys for the images of every step."""
         window = self.sampler.window if self.noisy_steps else None

@@ -48,6 +48,9 @@ class Trajectory(NamedTuple):
     transitions: Transitions
     sigmas: Float32[Array, "sigmas"]
     kept: Float[Array, "b ..."] | None = None  # latents before step `keep`, if given
+    kl: Float32[Array, "s b"] | None = (
+        None  # of each transition to the initial policy, if the sampler computes it
+    )
 
 
 class Replay(NamedTuple):

@@ -76,7 +76,8 @@ class TrainBatch(NamedTuple):
     samples: Transitions | FinalImages
     shared: SharedInputs
     rows: Int[Array, "b"]  # prompt index of each image
-    # DiffusionNFT: probability of being good; DGPO: of each image of a sample; not read by DPO
+    # DiffusionNFT: probability of being good; DGPO: of each image of a sample; not read by DPO. Transitions: of each
+    # image, or also of each step
     advantages: Float[Array, "b *k"]
     weight: Float[Array, "b"]  # 1, or 0 for excluded images
 
@@ -153,6 +154,8 @@ def passes(
     rows, advantages = (
         jnp.broadcast_to(a, (s, *a.shape)) for a in (train_batch.rows, train_batch.advantages)
     )
+    if times is None and train_batch.advantages.ndim == 2:
+        advantages = train_batch.advantages.T
     trained = (jnp.arange(rounds * steps) < s).astype(jnp.float32)
     weight = trained[:, None] * train_batch.weight
     return jax.tree.map(divide, MicroBatch(samples, rows, advantages, weight))

@@ -53,6 +53,7 @@ class Policy:
       true_cfg_scale: Scale of the unconditional pass, if the family's guidance is "both".
       components: Components to tune. Empty means all that the family trains.
       expert: Place in `family.trained` of the component that computes the velocity.
+      samples_reference: Whether the sampler also evaluates the reference, at the steps that it stores.
     """
 
     family: Family
@@ -63,6 +64,7 @@ class Policy:
     guidance_2: float = 0.0
     components: tuple[str, ...] = ()
     expert: int = 0
+    samples_reference: bool = False
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -144,8 +146,9 @@ class Policy:
         return self._split_frozen(base)[1]
 
     def sampler_base(self, base: Params) -> Params:
-        """Returns the part of `base` that sampling needs, without the reference of the KL."""
-        return base if self.lora is not None else self._split_frozen(base)[0]
+        """Returns the part of `base` that sampling needs, without a reference that only the trainer reads."""
+        full = self.lora is not None or self.samples_reference
+        return base if full else self._split_frozen(base)[0]
 
     def merged(self, tuned: Params, base: Params) -> Params:
         """Returns the full components with the tuned parameters merged, for export."""

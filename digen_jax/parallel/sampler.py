@@ -8,19 +8,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
+from digen_jax.algorithms.losses import gaussian_kl
 from digen_jax.diffusion.sampling import (
     Stage,
     Trajectory,
+    Transitions,
+    Velocity,
     check_step_range,
     group_keys,
     image_keys,
+    replay,
     sample,
     select_steps,
     start_noise,
@@ -269,15 +273,44 @@ class Sampler:
         ]
         noise, window = split(start_noise(start_keys, self.shape)), (start, settings.length)
         keep = settings.steps - settings.replayed if settings.replayed else None
-        stored = settings.store_dtype, settings.store_means, keep
+        with_kl = self.policy.samples_reference and settings.length > 0
+        means = settings.store_means or with_kl
+        stored = settings.store_dtype, means, keep
         with tracing_on(group.batch, group.attention):
             trajectory = sample(stages, noise, self.sigmas, settings.step, keys, window, *stored)
+            if with_kl:
+                references = [
+                    expert.reference(weights.base, conditioning, null)
+                    for expert in self.policy.experts
+                ]
+                kl = self._kl(references, trajectory.transitions)
+                trajectory = trajectory._replace(kl=kl)
+        if not settings.store_means:
+            transitions = trajectory.transitions._replace(mean=None)
+            trajectory = trajectory._replace(transitions=transitions)
         latents = self.policy.family.complete(trajectory.latents, conditioning)
         trajectory = trajectory._replace(latents=latents)
         if trained is None:
             return trajectory
         # Select on this mesh, so that untrained transitions are neither stored nor sent to the trainer.
         return trajectory._replace(transitions=select_steps(trajectory.transitions, trained))
+
+    def _kl(
+        self, references: Sequence[Velocity], transitions: Transitions
+    ) -> Float32[Array, "s b"]:
+        """Returns the KL of each transition to the reference, whose velocity `references` has for each expert."""
+        step, family = self.settings.step, self.policy.family
+
+        def of_expert(reference: Velocity, one: Transitions) -> Float32[Array, "b"]:
+            found = replay(reference, one, step, self.sigmas[1])
+            return gaussian_kl(cast(Array, one.mean), found.mean, found.std)
+
+        branches = [functools.partial(of_expert, reference) for reference in references]
+
+        def of_step(one: Transitions) -> Float32[Array, "b"]:
+            return jax.lax.switch(family.expert(one.sigma[None])[0], branches, one)
+
+        return jax.lax.map(of_step, transitions)
 
     def _decode_clips(self, frozen: Any, latents: Float[Array, "b *latent"]) -> Decoded:
         """Decodes clips in chunks of a size that bounds memory; devices of `sequence` decode parts of each frame."""

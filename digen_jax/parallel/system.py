@@ -251,7 +251,7 @@ def make_train_batch(
     system: System,
     prompts: EncodedPrompts,
     images: SampledImages,
-    advantages: Float[Any, "b"],
+    advantages: Float[Any, "b *s"],
     weight: Float32[Any, "b"] | None = None,
     records: Sequence[Record] = (),
 ) -> TrainBatch:
@@ -261,7 +261,8 @@ def make_train_batch(
       system: System of the trainer.
       prompts: Encoded prompts of the step.
       images: The chunk.
-      advantages: Advantage of each image. For an algorithm that `ranks`, any numbers in the same order.
+      advantages: Advantage of each image, or of each of its s transitions. For an algorithm that `ranks`, any numbers
+        in the same order.
       weight: Weight of each image. None means that all images train.
       records: Prompt records of the step, for differentiable rewards.
     """

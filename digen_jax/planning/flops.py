@@ -146,9 +146,14 @@ def _convolution(equation: Any) -> float:
     return 2.0 * equation.outvars[0].aval.size * sums
 
 
-def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
-    """Returns the needed FLOPs of sampling; `policy` has the sampler's guidance."""
-    return _times(_forward(policy.family, size), steps * images * policy.sequences)
+def sampling_work(policy: Policy, size: Size, steps: int, images: int, stored: int = 0) -> Work:
+    """Returns the needed FLOPs of sampling; `policy` has the sampler's guidance.
+
+    If the policy also samples the reference, this evaluates the `stored` steps again.
+    """
+    passes = steps * policy.sequences
+    passes += stored * policy.reference_sequences * policy.samples_reference
+    return _times(_forward(policy.family, size), passes * images)
 
 
 def trained_samples(config: TrainConfig) -> int:
@@ -202,7 +207,8 @@ class RunFlops(NamedTuple):
         size, steps = config.model.size, config.sampler.steps
         evaluated = evaluation_policy(config, policy.family)
         evaluation = config.evaluation_size, config.evaluation_steps
-        found = [sampling_work(policy, size, steps, 1), sampling_work(evaluated, *evaluation, 1)]
+        found = [sampling_work(policy, size, steps, 1, config.noisy_steps)]
+        found += [sampling_work(evaluated, *evaluation, 1)]
         samples = trained_samples(config)
         found += [training_work(config, policy.family, samples, update) for update in (0, 1)]
         image, evaluated_image, first, later = (sum(work.values()) for work in found)

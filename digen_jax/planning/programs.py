@@ -105,7 +105,8 @@ def _generation(
     steps, guided = sampler.settings.steps, sampler.policy.sequences == 2
     what = f"{images} images in {steps} steps" + ", two sequences each" * guided
     trace = functools.partial(trace_generate, system, sampler, config, images)
-    work = sampling_work(sampler.policy, sampler.settings.size, steps, images)
+    stored = sampler.settings.length
+    work = sampling_work(sampler.policy, sampler.settings.size, steps, images, stored)
     return Program(name, name, sampler.group.mesh.size, images, what, trace, work)
 
 

@@ -440,7 +440,8 @@ class Driver:
                     self._summary.record_requests(command, moved(found.exchanges, -self._start))
             values, seconds = tuple[float, ...](), 0.0
             if found is not None:
-                self._broadcast.send("scored", (command, found.scores.columns.tolist()))
+                kl = None if found.kl is None else found.kl.tolist()
+                self._broadcast.send("scored", (command, found.scores.columns.tolist(), kl))
                 values, seconds = tuple(map(float, found.values)), found.seconds
             with self._lock:
                 end = self.now()

@@ -377,11 +377,13 @@ def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, valu
             executors.steps.ensure(value.chunk.step)
             executors.do(value)
         case "scored":
-            command, columns = value
+            command, columns, kl = value
             if not command.chunk.evaluation:
                 executors.steps.ensure(command.chunk.step)
             # Scores without a weight are not sent.
-            executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
+            scores = Scores(np.asarray(columns, np.float32), {})
+            kl = None if kl is None else np.asarray(kl, np.float32)
+            executors.scored(command, ScoredChunk(scores, kl=kl))
         case "save":
             done, versions = value
             in_flight = InFlight({}, {v: executors.versions[WeightsVersion(v)] for v in versions})

@@ -22,7 +22,7 @@ from digen_jax.errors import DivergedError
 from digen_jax.images import middle_frames, reward_input
 from digen_jax.logging.evaluation import submit_image_stats
 from digen_jax.parallel.accumulate import trained_part
-from digen_jax.parallel.mesh import put
+from digen_jax.parallel.mesh import fetch, put
 from digen_jax.parallel.policy import EncodedPrompts
 from digen_jax.parallel.sampler import Weights, fetch_clips, sample_fixed
 from digen_jax.parallel.system import Rollout
@@ -98,6 +98,9 @@ class SamplingExecutor:
         self.weights: dict[WeightsVersion, Weights] = {}
         self.images: dict[Chunk, np.ndarray | None] = {}  # not yet scored; None: a NaN
         self.answers: dict[Chunk, rewards.Answers] = {}
+        self.kl: dict[
+            Chunk, Float32[np.ndarray, "b s"]
+        ] = {}  # of chunks in `images`, with `kl_reward`
         self.removed = False
         self._steps, self._transfer = steps, transfer
         self._scorers, self._reward_weights = scorers, reward_weights
@@ -161,6 +164,8 @@ class SamplingExecutor:
         step = self._steps.find(chunk)
         if step is None or self.removed:  # dropped, or reassigned to another worker
             return
+        if trajectory.kl is not None:
+            self.kl[chunk] = fetch(trajectory.kl).T
         # Before the samples are offered, because scoring may fail.
         self._keep(chunk, decoded, step.records_of(chunk.index))
         if self.removed:
@@ -199,6 +204,7 @@ class SamplingExecutor:
             records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
         stats = submit_image_stats(middle_frames(clips))  # in parallel with the rewards
         prompts, known = [record["prompt"] for record in records], self.answers.get(chunk, ())
+        kl = self.kl.get(chunk)
 
         def scored_chunk(scored: Scored) -> ScoredChunk:
             values = rewards.total(scored.scores.columns, self._reward_weights)
@@ -212,13 +218,15 @@ class SamplingExecutor:
             shown = settings.is_shown(chunk.step + 1)
             places = best_and_worst(values, rows, most if shown else 0)
             images = middle_frames(clips)[places]
-            return found._replace(previews=dict(zip(places.tolist(), images, strict=True)))
+            previews = dict(zip(places.tolist(), images, strict=True))
+            return found._replace(previews=previews, kl=kl)
 
         return then(pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 
     def scored(self, chunk: Chunk) -> None:
         """Frees a chunk's images."""
         self.images.pop(chunk, None)
+        self.kl.pop(chunk, None)
         self.answers.pop(chunk, None)
 
     def drop_chunk(self, chunk: Chunk) -> None:

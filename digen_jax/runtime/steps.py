@@ -13,7 +13,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from digen_jax import rewards
-from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
+from digen_jax.algorithms.advantages import (
+    AdvantageSettings,
+    advantages,
+    ranking,
+    step_advantages,
+    trained_images,
+    with_kl,
+)
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.noising import repeat_keys
 from digen_jax.logging.evaluation import (
@@ -161,6 +168,7 @@ class ScoredChunk(NamedTuple):
     # By index in the chunk: candidates for the step's best and worst images.
     previews: Mapping[int, UInt8[np.ndarray, "h w 3"]] | None = None
     clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first clips
+    kl: Float32[np.ndarray, "b s"] | None = None  # to the initial policy, with `kl_reward`
 
 
 def ranked(
@@ -177,11 +185,12 @@ def ranked(
 class ChunkAdvantages(NamedTuple):
     """Trained images of a chunk, with their advantages and weights.
 
-    `advantages` has ranks for an algorithm that `ranks`, and rewards in early training.
+    `advantages` has ranks for an algorithm that `ranks`, rewards in early training, and one advantage for each step
+    with `kl_reward`.
     """
 
     places: Int[np.ndarray, "k"]  # indices in the chunk
-    advantages: Float[np.ndarray, "k"]
+    advantages: Float[np.ndarray, "k *s"]
     weight: Float32[np.ndarray, "k"]  # 0 if the image's group is dropped
 
 
@@ -199,6 +208,8 @@ class StepScores:
         # One column per score with a weight.
         shape = count, len(settings.reward_weights)
         self.scores: Float32[np.ndarray, "n k"] = np.full(shape, np.nan, np.float32)
+        # Of each trained step, with `kl_reward`.
+        self.kl: Float32[np.ndarray, "n s"] | None = None
         # Scores without a weight; see `rewards.Scores`.
         self.shown: dict[str, Float32[np.ndarray, n]] = {}
         self.image_stats: dict[int, Future[ImageStats]] = {}  # by chunk
@@ -212,6 +223,11 @@ class StepScores:
         for name, found in scores.shown.items():
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
+        if scored_chunk.kl is not None:
+            if self.kl is None:
+                steps = scored_chunk.kl.shape[1]
+                self.kl = np.full((len(self.scored), steps), np.nan, np.float32)
+            self.kl[cut] = scored_chunk.kl
         if scored_chunk.image_stats is not None:
             self.image_stats[index] = scored_chunk.image_stats
         for place, image in (scored_chunk.previews or {}).items():
@@ -244,25 +260,33 @@ class StepScores:
         if ranks or early:
             values = self.values[self.images.slice_of(index)] if early else self.ranking(index)
             return ChunkAdvantages(np.arange(len(values)), values, np.ones(len(values), np.float32))
-        known, mine = self._known(index, settings.needs)
+        members, mine = self._known(index, settings.needs)
+        scores, groups = self.scores[members], (self.images.rows[members], len(self.images.records))
+        if self.kl is None:
+            found = advantages(settings, scores, *groups)[mine]
+        else:
+            kl = self.kl[members]
+            found = step_advantages(settings, scores, kl, *groups)[mine]
+            settings, scores = with_kl(settings, scores, kl.mean(axis=1))
+        known = scores, *groups
         given = trained_images(dataclasses.replace(settings, drop_zero_std=False), *known)[mine]
         weight = trained_images(settings, *known)[mine].astype(np.float32)
-        found = advantages(settings, *known)[mine]
         return ChunkAdvantages(np.flatnonzero(given), found[given], weight[given])
 
     def ranking(self, index: int) -> Float[np.ndarray, "b"]:
         """Returns the ranks of a chunk's images. Its `AdvantageSettings.ranking_needs` must be scored."""
-        known, mine = self._known(index, self.settings.ranking_needs)
-        return ranking(self.settings, *known)[mine]
+        members, mine = self._known(index, self.settings.ranking_needs)
+        rows, groups = self.images.rows[members], len(self.images.records)
+        return ranking(self.settings, self.scores[members], rows, groups)[mine]
 
     def _known(
         self, index: int, needs: Literal["group", "step"]
-    ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
-        """Returns ((scores, groups, number of groups) of the chunk's groups or step, mask of the chunk's images)."""
+    ) -> tuple[Bool[np.ndarray, "n"], Bool[np.ndarray, "m"]]:
+        """Returns (mask of the images of the chunk's groups or step, mask of the chunk's images among these)."""
         rows, cut = self.images.rows, self.images.slice_of(index)
         members = np.isin(rows, rows[cut]) if needs == "group" else self.members
         mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
-        return (self.scores[members], rows[members], len(self.images.records)), mine
+        return members, mine
 
     def extremes(self, most: int) -> Extremes | None:
         """Returns up to `most` best and `most` worst images, disjoint, or None without previews."""
@@ -311,6 +335,8 @@ class StepScores:
                 for tag, std in by_tag(shown, scores, np.std).items()
             },
         }
+        if self.kl is not None:
+            metrics["reward_kl"] = float(self.kl[members].mean())
         if len(records) > groups:  # dynamic sampling: count the started candidates
             started = members.copy()
             for index in self.images.dropped:

@@ -16,6 +16,7 @@ from digen_jax.algorithms.advantages import (
     advantages,
     best_and_worst,
     ranking,
+    step_advantages,
     trained_images,
     zero_std_groups,
 )
@@ -138,6 +139,42 @@ def test_a_clip_bounds_a_rewards_own_advantages_before_they_are_weighted(std, re
     np.testing.assert_array_equal(
         advantages(loose, rewards, GROUPS, 5), advantages(free, rewards, GROUPS, 5)
     )
+
+
+def genrl_update(groups, rewards, std):
+    """GenRL's `PerPromptStatTracker.update` (ModelTC/GenRL, genrl/stat_tracking.py, 82a867e), rewards [n, steps]."""
+    found, own = np.empty_like(rewards), {g: rewards[groups == g] for g in set(groups.tolist())}
+    largest = max(np.max(np.std(one, axis=0) + 1e-4) for one in own.values())
+    for g, one in own.items():
+        scale = {
+            "group": np.std(one, axis=0) + 1e-4,
+            "global": np.std(rewards, axis=0) + 1e-4,
+            "max_group": largest,
+        }[std]
+        found[groups == g] = (one - one.mean(axis=0)) / scale
+    return found
+
+
+@pytest.mark.parametrize("std", ["group", "global", "max_group"])
+@pytest.mark.parametrize("combine", ["rewards", "advantages"])
+def test_a_kl_is_subtracted_from_the_reward_of_its_own_step_as_in_genrl(std, combine):
+    kl = np.random.default_rng(2).gamma(1.0, size=(10, 4)) * [1.0, 5.0, 0.2, 3.0]
+    setting = AdvantageSettings("group_mean", std, 0, WEIGHTS, combine, kl_reward=0.7)
+    ours = step_advantages(setting, REWARDS, kl, GROUPS, 5)
+    if combine == "rewards":
+        expected = genrl_update(GROUPS, (REWARDS @ WEIGHTS)[:, None] - 0.7 * kl, std)
+    else:
+        columns = [np.repeat(column[:, None], 4, axis=1) for column in REWARDS.T]
+        each = [genrl_update(GROUPS, column, std) for column in columns]
+        expected = sum(w * one for w, one in zip(WEIGHTS, each, strict=True))
+        expected = expected + 0.7 * genrl_update(GROUPS, -kl, std)
+    assert_close(ours, expected)
+    assert np.abs(ours - advantages(setting, REWARDS, GROUPS, 5)[:, None]).max() > 0.1
+    one = dataclasses.replace(setting, reward_weights=(1.0,))
+    one.check(4)
+    broken = np.where(np.arange(10) == 3, np.nan, REWARDS[:, 0])[:, None]
+    with pytest.raises(ValueError, match="image 3"):
+        step_advantages(one, broken, kl, GROUPS, 5)
 
 
 @pytest.mark.parametrize("std", ["group", "global"])

@@ -254,6 +254,12 @@ def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
         (EARLY | dict(algorithm__step_weight="longcat"), "algorithm.step_weight"),
         (dict(algorithm__step_weight="flash"), "algorithm.step_weight sampler.kind"),
         (EARLY | dict(advantages__ddof=1), "advantages.ddof"),
+        (EARLY | dict(advantages__kl_reward=0.1), "advantages.kl_reward"),
+        (NFT | dict(advantages__kl_reward=0.1), "advantages.kl_reward algorithm.name"),
+        (
+            dict(advantages__kl_reward=0.1, sampler__window__timestep_fraction=0.5),
+            "advantages.kl_reward sampler.window.timestep_fraction",
+        ),
         (EARLY | dict(advantages__drop_zero_std=True), "advantages.drop_zero_std"),
         (dict(trainer__updates=5), "trainer.updates batch.groups"),
         (dict(sampler__chunk=100), "sampler.chunk batch.groups batch.images trainer.updates"),

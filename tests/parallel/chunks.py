@@ -157,15 +157,16 @@ def plain(
 ):
     """(mean gradient in float64, ratios [s b]) of Flow-GRPO's loss by a loop over single transitions on one device.
 
-    `drawn` [s b] says which transitions there are, None: all. An image whose advantage is NaN is left
-    out, and its ratios are 0.
+    `drawn` [s b] says which transitions there are, None: all. `advantages` may be of each image's steps, [b s]. An
+    image whose advantage is NaN is left out, and its ratios are 0.
     """
     drawn = np.ones((steps, len(ROWS)), bool) if drawn is None else drawn
-    drawn = drawn & ~np.isnan(advantages)
+    each = np.broadcast_to(advantages.T, drawn.shape)
+    drawn = drawn & ~np.isnan(each)
     total, ratios = None, np.zeros((steps, len(ROWS)))
     for step, image in np.argwhere(drawn):
         sample, *prompts = transition(step, image)
-        known = old_log_prob[step, image], advantages[image]
+        known = old_log_prob[step, image], each[step, image]
         (_, ratios[step, image]), found = _loss(
             tuned(tuning, by), start(), sample, *known, *prompts
         )

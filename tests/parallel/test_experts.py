@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax import policies
 from digen_jax.checkpoints.lora import LoraConfig
-from digen_jax.diffusion.sampling import Transitions
+from digen_jax.diffusion.sampling import Transitions, image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import steps_of_experts
@@ -129,6 +129,22 @@ def test_the_sampler_takes_each_step_by_its_expert_with_its_guidance():
     np.testing.assert_array_equal(t.x[0], wanted.x[0])
     for one, other in zip(t[:3], wanted[:3], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_kl_of_a_step_is_that_of_its_expert(part):
+    """One expert is moved, so that the KL is 0 at the noise levels of the other."""
+    asked = config(advantages__kl_reward=1.0, sampler__guidance_2=SECOND)
+    parts = toy.system(asked, 1, EXPERTS)
+    tuned = dict(parts.start) | {part: toy.moved(parts.start[part])}
+    weights = parts.rollout_weights(tuned)
+    prompts = parts.sampler.encode(weights, toy.records(2))
+    rows = np.array([0, 1], np.int32)
+    keys = image_keys(jax.random.key(0), rows, rows)
+    found = parts.sampler.generate(weights, prompts, rows, keys, start=1)
+    assert found.transitions.mean is None
+    moved, other = found.kl if part == PARTS[0] else found.kl[::-1]
+    assert moved.min() > 1e-4 and other.max() < 1e-9
 
 
 # ------------------------------------------------------------------------------ training

@@ -313,3 +313,15 @@ def test_a_trajectorys_ratio_to_the_steps_start_is_weighted_by_that_ones_to_the_
     assert_gradient(totals, jax.tree.map(lambda *leaves: sum(leaves) / total, *found))
     found = totals.sums["importance_weight"]
     np.testing.assert_allclose(found, chunks.STEPS * weights.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "fields"), [((1, 1, 1), {}), ((2, 2, 1), dict(trainer__pack=4))])
+def test_each_step_of_an_image_may_have_its_own_advantage(mesh, fields):
+    advantages = np.random.default_rng(4).normal(size=(12, chunks.STEPS)).astype(np.float32)
+    parts = chunks.system(chunks.config("full", mesh, images=12, **fields))
+    state = parts.trainer.init(chunks.tuned("full"))
+    batch = chunks.train_batch(parts, advantages=advantages)
+    totals = parts.trainer.accumulate(state, parts.base, batch, None)
+    old = chunks.sampled()[1].samples.log_prob
+    expected, _ = chunks.plain("full", old, advantages=advantages)
+    chunks.assert_gradient(totals, expected)
