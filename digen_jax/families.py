@@ -24,6 +24,7 @@ FAMILIES = {
     "Flux2KleinPipeline": "digen_jax.models.flux2.family:Flux2Klein",
     "ZImagePipeline": "digen_jax.models.zimage.family:ZImage",
     "QwenImagePipeline": "digen_jax.models.qwen_image.family:QwenImage",
+    "QwenImageEditPlusPipeline": "digen_jax.models.qwen_image.edit:QwenImageEdit",
     "WanPipeline": "digen_jax.models.wan.family:Wan",
     "WanImageToVideoPipeline": "digen_jax.models.wan.image_to_video:WanImageToVideo",
     "HunyuanVideoPipeline": "digen_jax.models.hunyuan_video.family:HunyuanVideo",

@@ -56,7 +56,7 @@ class ModelSection:
     # that start with them, which have the same size; 0 means that prompts have no source images
     source_height: OptionalSide = 0
     source_width: OptionalSide = 0  # width of source images in pixels
-    # source images of each prompt; several need FLUX.2 klein and a list of paths as "image"
+    # source images of each prompt; several need FLUX.2 klein or Qwen-Image-Edit and a list of paths as "image"
     source_images: Annotated[int, Range(1, 16)] = 1
     # activations that the backward pass recomputes to save memory, from fewest to most: "none"; "keep_products", all
     # except the results of attention and linear layers; "keep_attention", all except the results of attention;

@@ -42,6 +42,7 @@ class ChatFamily(PipelineFamily):
       template: Chat text with {} for the prompt. None means a user turn in the tokenizer's chat template.
       dropped: Number of leading template tokens whose states the transformer does not read.
       thinking: Qwen3's `enable_thinking` of the tokenizer's chat template.
+      tokenizer_folder: Folder of the tokenizer.
     """
 
     text_encoder: LanguageModel
@@ -51,6 +52,7 @@ class ChatFamily(PipelineFamily):
     template: ClassVar[str | None] = None
     dropped: ClassVar[int] = 0
     thinking: ClassVar[bool] = True
+    tokenizer_folder: ClassVar[str] = "tokenizer"
     masked: ClassVar[Mapping[str, str]] = {"context": "mask"}
     # Defaults of the three diffusers pipelines.
     default_steps: ClassVar[int] = 50
@@ -63,7 +65,7 @@ class ChatFamily(PipelineFamily):
         """Reads the tokenizer; raises ValueError if it does not fit the language model or the template."""
         head: Any = cls.template and (cls.template.partition("{}")[0], cls.dropped)
         tokenizer = tokenizers.read_language_model(
-            folder / "tokenizer",
+            folder / cls.tokenizer_folder,
             configs["text_encoder"],
             tokens + cls.dropped,
             chats=cls.template is None,
@@ -87,7 +89,7 @@ class ChatFamily(PipelineFamily):
 
     @property
     def _chat_tokens(self) -> int:
-        return self.dropped + self.max_sequence_length
+        return self.dropped + self.context_tokens
 
     def states(self, params: Params, tokens: Tokens) -> tuple[Float[Array, "b n d"], ...]:
         """Returns the hidden states that the language model is configured to output."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -141,7 +142,7 @@ class DualBlock(nn.Module):
 
     `dual_attention` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last block of SD3)
     the text is attended to but not updated. The last text token counts as `last_counts` equal tokens. `names` are the
-    parameter names.
+    parameter names. `clean_tokens` is the number of image tokens that the embedding `clean` modulates, the last ones.
     """
 
     heads: int
@@ -151,6 +152,7 @@ class DualBlock(nn.Module):
     context_pre_only: bool = False
     last_counts: int = 1
     names: Names = Names()
+    clean_tokens: int = 0
 
     @nn.compact
     def __call__(
@@ -159,6 +161,7 @@ class DualBlock(nn.Module):
         embedding: Float[Array, "b d"],
         rotary: tuple[Rotary, Rotary] | None = None,
         lengths: Int[Array, "b"] | None = None,
+        clean: Float[Array, "b d"] | None = None,
     ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
         """Updates (image, text); the second result is for `nn.scan`, which collects nothing.
 
@@ -166,7 +169,14 @@ class DualBlock(nn.Module):
         """
         x, context = streams
         chunks = 9 if self.dual_attention else 6
-        shift, scale, gate, *rest = self._modulation(0, chunks, embedding)
+        if clean is None:
+            shift, scale, gate, *rest = self._modulation(0, chunks, embedding)
+        else:
+            both = self._modulation(0, chunks, jnp.concatenate([embedding, clean]))
+            is_clean = np.arange(x.shape[1])[:, None] >= x.shape[1] - self.clean_tokens
+            pairs = (jnp.split(vectors, 2) for vectors in both)
+            vectors = [jnp.where(is_clean, of_clean, own) for own, of_clean in pairs]
+            shift, scale, gate, *rest = vectors
         normed = layers.layer_norm(x)
         image = layers.modulate(normed, shift, scale, self.dtype)
         if self.context_pre_only:

@@ -247,13 +247,19 @@ class PipelineFamily:
         Raises:
           ValueError: a source image is missing, unreadable, or unexpected because `source` is None.
         """
+        found = self.read_sources(records)
+        if found is None:
+            return None
+        return np.stack([[self.fit_source(image) for image in images] for images in found])
+
+    def read_sources(self, records: Sequence[Record]) -> list[list[Image.Image]] | None:
+        """Returns the source images of each record in their own sizes; see `source_images`."""
         for record in records:
             _check_images(record, 0 if self.source is None else self.sources)
         if self.source is None:
             return None
         with user_input():
-            found = [[read_image(one) for one in source_images(record)] for record in records]
-            return np.stack([[self.fit_source(image) for image in images] for images in found])
+            return [[read_image(one) for one in source_images(record)] for record in records]
 
     def fit_source(self, image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
         """Returns a source image in the size `source`, stretched with the filter of diffusers' pipelines."""

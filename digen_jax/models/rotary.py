@@ -154,10 +154,11 @@ def llama3_scaled(
 
 
 def cos_sin(
-    positions: Float32[np.ndarray, "n"], frequencies: Float32[np.ndarray, "half"]
+    positions: Float32[np.ndarray, "n"] | Float32[np.ndarray, "n half"],
+    frequencies: Float32[np.ndarray, "half"],
 ) -> tuple[Float32[np.ndarray, "n half"], Float32[np.ndarray, "n half"]]:
-    """Returns cosine and sine of float32 angles, which are positions times frequencies."""
-    angles = np.outer(positions, frequencies).astype(np.float64)
+    """Returns cosine and sine of float32 angles, which are positions, of a token or of each pair, times frequencies."""
+    angles = (positions.reshape(len(positions), -1) * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 

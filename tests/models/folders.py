@@ -14,6 +14,7 @@ import torch
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from digen_jax.models.qwen_image.edit import QwenImageEdit
 from digen_jax.models.qwen_image.family import QwenImage
 from examples.shapes.networks import build_clip_tokenizer
 from tests.models.parity import randomise
@@ -216,3 +217,48 @@ def _write_qwen_image(folder: pathlib.Path) -> None:
         tokenizer=tokenizer,
         transformer=randomise(diffusers.QwenImageTransformer2DModel(**QWEN_IMAGE), seed=3),
     ).save_pretrained(folder)
+
+
+# --------------------------------------------------------------------------------- Qwen-Image-Edit
+
+# A block in windows before and behind one over the whole image. Of 4 x 8 tokens two windows of three are smaller.
+QWEN_EDIT_VISION = dict(depth=4, hidden_size=16, intermediate_size=20, num_heads=2, patch_size=4)
+QWEN_EDIT_VISION |= dict(out_hidden_size=24, window_size=24, fullatt_block_indexes=[1])
+QWEN_EDIT_PROCESSOR = dict(patch_size=4, merge_size=2, min_pixels=64, max_pixels=2**20)
+MARKS = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+
+
+def qwen_edit_folder(base: pathlib.Path, kind: str) -> pathlib.Path:
+    """The folder of "2509" or "2511"."""
+    make = functools.partial(_write_qwen_edit, kind)
+    return once(base / f"tiny-qwen-image-edit-{kind}", make)
+
+
+def _write_qwen_edit(kind: str, folder: pathlib.Path) -> None:
+    """The processor is saved as in the published folders; transformers itself cannot save it without torchvision."""
+    tokenizer = qwen_tokenizer(
+        folder, template=None, size=500, texts=(QwenImageEdit.template,), special=MARKS
+    )
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=QWEN_IMAGE_ENCODER | {"vocab_size": len(tokenizer) + 5},
+        vision_config=QWEN_EDIT_VISION,
+        image_token_id=tokenizer.convert_tokens_to_ids(MARKS[2]),
+        video_token_id=tokenizer.convert_tokens_to_ids(MARKS[3]),
+    )
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    transformer = diffusers.QwenImageTransformer2DModel(**QWEN_IMAGE, zero_cond_t=kind == "2511")
+    diffusers.QwenImageEditPlusPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE_SCHEDULER),
+        vae=randomise(diffusers.AutoencoderKLQwenImage(**QWEN_IMAGE_VAE), seed=1),
+        text_encoder=randomise(encoder, seed=2),
+        tokenizer=tokenizer,
+        processor=None,
+        transformer=randomise(transformer, seed=3),
+    ).save_pretrained(folder)
+    shutil.copytree(folder / "tokenizer", folder / "processor")
+    transformers.Qwen2VLImageProcessorPil(**QWEN_EDIT_PROCESSOR).save_pretrained(
+        folder / "processor"
+    )
+    index = folder / "model_index.json"
+    changed = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
+    index.write_text(json.dumps(changed))

@@ -229,8 +229,9 @@ def test_rotary_tables_of_qwen_image_are_diffusers_in_published_sizes(sides):
 
     widths = (16, 56, 56)
     rope = QwenEmbedRope(10_000, list(widths), scale_rope=True)
-    expected = rope([[(1, *sides)]], torch.device("cpu"), 1024)
-    tables = qwen_image.qwen_image.rotary_tables(widths, *sides, 1024)
+    sources = [(70, 46), (64, 64)]
+    expected = rope([[(1, *one) for one in (sides, *sources)]], torch.device("cpu"), 1024)
+    tables = qwen_image.qwen_image.rotary_tables(widths, *sides, 1024, *sources)
     for table, numbers in zip(tables, expected, strict=True):
         for found, reference in (
             (table.cos[:, 0::2], numbers.real),

@@ -68,6 +68,13 @@ CLIP, T5, QWEN3 = 123_060_480, 4_762_310_656, 4_022_468_096
 QWEN_IMAGE = Model(
     *(20_430_401_088, WAN_VAE, (7_615_616_512 - 152_064 * 3584,), (34 + 512,) * 2, IMAGE, 24, 1)
 )
+# The vision tower: patches, 32 blocks of width 1280 with a hidden layer of 3420, and the merger to 3584. The text has
+# three more tokens for each of 14 x 14 tokens of an image; the other words before the prompt are missing here.
+VISION = 1280 * 3 * 2 * 14**2 + 1280 + 5120**2 + 5120 + 5120 * 3584 + 3584
+VISION += 32 * (1280 * (4 * 1280 + 3 * 3420) + 4 * 1280 + 2 * 3420 + 1280 + 2 * 1280)
+QWEN_IMAGE_EDIT = QWEN_IMAGE._replace(
+    encoders=(QWEN_IMAGE.encoders[0] + VISION,), tokens=(64 + 512 + 14**2 + 2,) * 2
+)
 # Qwen3-4B without its last layer and its last norm.
 Z_IMAGE_ENCODER = QWEN3 - qwen3_layer(2560, 9728) - 2560
 Z_IMAGE = Model(6_154_908_736, KL, (Z_IMAGE_ENCODER,), (512, 512), IMAGE, 30, 6)
@@ -94,6 +101,8 @@ HUNYUAN_15 = Model(
 MODELS = {
     "Qwen/Qwen-Image": QWEN_IMAGE,
     "Qwen/Qwen-Image-2512": QWEN_IMAGE,
+    "Qwen/Qwen-Image-Edit-2509": QWEN_IMAGE_EDIT,
+    "Qwen/Qwen-Image-Edit-2511": QWEN_IMAGE_EDIT,
     "Tongyi-MAI/Z-Image": Z_IMAGE,
     "Tongyi-MAI/Z-Image-Turbo": Z_IMAGE._replace(shift=3),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": wan(1_418_996_800, 12),
@@ -133,7 +142,9 @@ def test_all_are_known():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shipped_configuration_has_the_models_sizes(name):
     expected, folder = MODELS[name], published_folder(name)
-    family = load_family(folder, source=Size(480, 832, 81) if "I2V" in name else None)
+    source = Size(480, 832, 81) if "I2V" in name else None
+    source = Size(1024, 1024) if "Edit" in name else source
+    family = load_family(folder, source=source)
     shapes = family.shapes()
     table = shapes["transformer"].get("pos_embed", {}).get("pos_embed", {})
     assert size(shapes["transformer"]) - size(table) == expected.transformer

@@ -44,8 +44,12 @@ THETA = 10_000.0
 class QwenImageConfig(TransformerConfig):
     """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
-    `in_channels` is per token, which has 2 x 2 latents; `out_channels` is per latent. The last three fields are for
-    models that edit images or generate layers.
+    The last two fields are for models that generate layers.
+
+    Attributes:
+      in_channels: Channels per token, which has 2 x 2 latents.
+      out_channels: Channels per latent.
+      zero_cond_t: Whether the tokens of source images have the modulation of noise level 0.
     """
 
     title: ClassVar = "a Qwen-Image transformer"
@@ -60,7 +64,7 @@ class QwenImageConfig(TransformerConfig):
     joint_attention_dim: int = 3584
     guidance_embeds: Literal[False] = False
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
-    zero_cond_t: Literal[False] = False
+    zero_cond_t: bool = False
     use_additional_t_cond: Literal[False] = False
     use_layer3d_rope: Literal[False] = False
 
@@ -70,15 +74,18 @@ class QwenImageConfig(TransformerConfig):
 
 
 def rotary_tables(
-    widths: tuple[int, ...], height: int, width: int, text: int
+    widths: tuple[int, ...], height: int, width: int, text: int, *sources: tuple[int, int]
 ) -> tuple[Rotary, Rotary]:
-    """Returns the tables of an image of height x width tokens, and of `text` text tokens.
+    """Returns the tables of an image of height x width tokens and of the source images, and of `text` text tokens.
 
-    Rows and columns are counted from the center of the image. A text token has the same position on all axes, counted
-    from the end of the longer side.
+    Images are numbered from 0. Rows and columns are counted from the center of each image. A text token has the same
+    position on all axes, counted from the end of the longest side.
     """
-    of_image = image_positions(height, width) - [0, height - height // 2, width - width // 2]
-    first = max(height // 2, width // 2)
+    grids = (height, width), *sources
+    of_image = np.concatenate(
+        [image_positions(h, w, i) - [0, h - h // 2, w - w // 2] for i, (h, w) in enumerate(grids)]
+    )
+    first = max(side // 2 for grid in grids for side in grid)
     of_text = np.repeat(np.arange(first, first + text)[:, None], 3, axis=1)
     image, words = (rotary_table(p, widths, THETA, np.float32) for p in (of_image, of_text))
     return image, words
@@ -115,6 +122,7 @@ class QwenImageTransformer(nn.Module):
         sigma: Float[Array, "b"],
         context: Float[Array, "b n d"],
         mask: Bool[Array, "b n"],
+        source: Float[Array, "b s h2 w2 c"] | None = None,
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
@@ -123,51 +131,71 @@ class QwenImageTransformer(nn.Module):
           sigma: Noise levels.
           context: States of the prompts.
           mask: True for prompt tokens, False for trailing padding.
+          source: Latents with even sides of source images to edit. None means that there are none.
 
         Raises:
           ValueError: a side of the latents is odd.
         """
-        config = self.config
-        height, width = latents.shape[1:3]
-        x = layers.linear(config.dim, self.dtype, "img_in")(layers.pack(latents))
+        config, (batch, height, width, _) = self.config, latents.shape
+        x = layers.pack(latents)
+        own, sources = x.shape[1], []
+        if source is not None:
+            tokens = layers.pack(source.reshape(-1, *source.shape[2:]))
+            x = jnp.concatenate([x, tokens.reshape(batch, -1, x.shape[-1])], axis=1)
+            rows, columns = (side // layers.SIDE for side in source.shape[2:4])
+            sources = [(rows, columns)] * source.shape[1]
+        x = layers.linear(config.dim, self.dtype, "img_in")(x)
         norm = nn.RMSNorm(epsilon=layers.EPSILON, dtype=jnp.float32, name="txt_norm")
         context = norm(context).astype(self.dtype)
         context = layers.linear(config.dim, self.dtype, "txt_in")(context)
-        embedding = TimeEmbed(config.dim, name="time_text_embed")(sigma)
+        embed, clean = TimeEmbed(config.dim, name="time_text_embed"), None
+        if sources and config.zero_cond_t:
+            noisy = jnp.concatenate([sigma, jnp.zeros_like(sigma)])
+            embedding, clean = jnp.split(embed(noisy), 2)
+        else:
+            embedding = embed(sigma)
 
         grid = height // layers.SIDE, width // layers.SIDE
-        rotary = rotary_tables(config.axes_dims_rope, *grid, context.shape[1])
-        lengths = x.shape[1] + mask.sum(axis=1).astype(jnp.int32)
-        (x, _), _ = self._blocks()((x, context), embedding, rotary, lengths)
+        rotary = rotary_tables(config.axes_dims_rope, *grid, context.shape[1], *sources)
+        lengths = x.shape[1] + jnp.asarray(mask).sum(axis=1).astype(jnp.int32)
+        blocks = self._blocks(x.shape[1] - own)
+        (x, _), _ = blocks((x, context), embedding, rotary, lengths, clean)
 
-        modulation = layers.Modulation(2, name="norm_out")(embedding)
+        modulation, x = layers.Modulation(2, name="norm_out")(embedding), x[:, :own]
         x = layers.output(x, modulation, config.out_channels * layers.SIDE**2, self.dtype)
         return layers.unpack(x.astype(jnp.float32), height, width)
 
-    def _blocks(self) -> nn.Module:
+    def _blocks(self, sources: int) -> nn.Module:
+        """Returns the blocks; the last `sources` image tokens are those of source images."""
         last = self.config.num_layers - 1
         block = block_run(dual_block.DualBlock, "transformer_blocks", 0, last, self.remat)
         heads = self.config.num_attention_heads
-        return block(heads, QK_NORM, self.dtype, names=dual_block.QWEN_IMAGE)
+        return block(heads, QK_NORM, self.dtype, names=dual_block.QWEN_IMAGE, clean_tokens=sources)
 
 
 def forward_flops(
-    config: QwenImageConfig, latent: tuple[int, int, int], text: int
+    config: QwenImageConfig, latent: tuple[int, int, int], text: int, source: int = 0
 ) -> dict[str, float]:
-    """Returns FLOPs by stream (see `Component.flops`)."""
+    """Returns FLOPs by stream (see `Component.flops`).
+
+    `source` is the number of tokens of all source images, which count as "image".
+    """
     d, blocks = config.dim, config.num_layers
     h, w, _ = latent
-    image = (h // SIDE) * (w // SIDE)
+    own = (h // SIDE) * (w // SIDE)
+    image = own + source
     # Each stream has four linear layers of attention and two of a feed-forward network four times as wide.
     wide = blocks * (4 * d * d + 8 * d * d)
-    of_a_token = config.in_channels + config.out_channels * SIDE**2
-    modulations = blocks * 12 + 2  # the last is norm_out
+    output = config.out_channels * SIDE**2 * d
+    # Those of the image stream are also computed for noise level 0. The last is norm_out.
+    times = 2 if source and config.zero_cond_t else 1
+    modulations = blocks * (6 * times + 6) + 2
     products = {
-        "image": image * (wide + of_a_token * d),
+        "image": image * (wide + config.in_channels * d) + own * output,
         # Only keys and values of the last block are used, but the scan also computes the rest.
         "text": text * (wide + config.joint_attention_dim * d),
         "attention": 2 * d * blocks * (image + text) ** 2,
-        "modulation": modulations * d * d + (TIME_FEATURES + d) * d,
+        "modulation": modulations * d * d + times * (TIME_FEATURES + d) * d,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
 

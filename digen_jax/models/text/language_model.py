@@ -7,13 +7,13 @@ Qwen3ForCausalLM; the LM head is never read.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.attend import attend
 from digen_jax.files import check_values, number
@@ -120,7 +120,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[Any, rotary.Llama3Scaling | None]:
     """Returns the base of the frequencies and their scaling.
 
     transformers 5 has both in `rope_parameters`, earlier versions have the scaling in `rope_scaling`. The three
-    position axes of Qwen2.5-VL (`mrope_section`) are equal for text, so its rope is one-dimensional here.
+    position axes of Qwen2.5-VL (`mrope_section`) are equal for text (see `ImageLayout`).
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = _mapping(name, config.get(name) or {})
@@ -221,6 +221,50 @@ def unused(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple[str, .
     return IGNORED + above + ("model.norm.weight",) * (last < layers)
 
 
+@dataclasses.dataclass(frozen=True)
+class ImageLayout:
+    """Places of the images in prompts, which are the same in all prompts.
+
+    Attributes:
+      starts: Place of the first token of each image.
+      rows: Rows of tokens of each image, which are row by row.
+      columns: Columns of tokens.
+      sections: Pairs of channels of a head that are rotated by a token's time, row and column.
+    """
+
+    starts: tuple[int, ...]
+    rows: int
+    columns: int
+    sections: tuple[int, ...]
+
+    @property
+    def tokens(self) -> Int[np.ndarray, "m"]:
+        """Places of all tokens of images."""
+        return np.concatenate(
+            [start + np.arange(self.rows * self.columns) for start in self.starts]
+        )
+
+    def positions(self, length: int) -> Float32[np.ndarray, "n half"]:
+        """Returns the position of each token for each pair of channels: transformers' `get_rope_index`.
+
+        A text token has the same position on all axes. The first one after an image is one above its last positions.
+        """
+        found = np.repeat(np.arange(length, dtype=np.float32)[:, None], 3, axis=1)
+        grid = np.indices((1, self.rows, self.columns)).reshape(3, -1).T
+        for start in self.starts:
+            end = start + len(grid)
+            found[end:] += max(self.rows, self.columns) - len(grid)
+            found[start:end] = found[start] + grid
+        return np.repeat(found, self.sections, axis=1)
+
+
+class ImageStates(NamedTuple):
+    """Tokens of all images of each prompt, used instead of embeddings, and their places."""
+
+    states: Float[Array, "b m d"]
+    layout: ImageLayout
+
+
 def _norm(config: LanguageModelConfig, dtype: DTypeLike, name: str) -> nn.RMSNorm:
     """Returns an RMS norm over the last axis (arXiv 1910.07467) with float32 statistics."""
     return nn.RMSNorm(epsilon=config.rms_norm_eps, dtype=dtype, name=name)
@@ -231,6 +275,7 @@ class Attention(nn.Module):
 
     config: LanguageModelConfig
     dtype: DTypeLike
+    layout: ImageLayout | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]) -> Float[Array, "b n d"]:
@@ -251,7 +296,10 @@ class Attention(nn.Module):
         frequencies = rotary.inverse_frequencies(config.head_width, config.rope_theta)
         if config.scaling is not None:
             frequencies = rotary.llama3_scaled(frequencies, config.scaling)
-        turns = rotary.cos_sin(np.arange(x.shape[1], dtype=np.float32), frequencies)
+        positions = np.arange(x.shape[1], dtype=np.float32)
+        if self.layout is not None:
+            positions = self.layout.positions(x.shape[1])
+        turns = rotary.cos_sin(positions, frequencies)
         q, k = rotary.rotate_halves(q, *turns), rotary.rotate_halves(k, *turns)
         y = attend(q, k, v, lengths, causal=True).reshape(*x.shape[:2], -1)
         return nn.Dense(config.hidden_size, use_bias=biased, dtype=dtype, name="o_proj")(y)
@@ -260,20 +308,19 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward layer, SwiGLU (arXiv 2002.05202)."""
 
-    config: LanguageModelConfig
+    hidden: int
+    use_bias: bool
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """Applies the layer to each token."""
-        biased = self.config.mlp_bias and self.config.model_type == "llama"
 
         def linear(name: str, width: int) -> nn.Dense:
-            return nn.Dense(width, use_bias=biased, dtype=self.dtype, name=name)
+            return nn.Dense(width, use_bias=self.use_bias, dtype=self.dtype, name=name)
 
-        width = self.config.intermediate_size
-        y = nn.silu(linear("gate_proj", width)(x)) * linear("up_proj", width)(x)
-        return linear("down_proj", self.config.hidden_size)(y)
+        y = nn.silu(linear("gate_proj", self.hidden)(x)) * linear("up_proj", self.hidden)(x)
+        return linear("down_proj", x.shape[-1])(y)
 
 
 class DecoderLayer(nn.Module):
@@ -281,6 +328,7 @@ class DecoderLayer(nn.Module):
 
     config: LanguageModelConfig
     dtype: DTypeLike
+    layout: ImageLayout | None = None
 
     @nn.compact
     def __call__(
@@ -289,9 +337,10 @@ class DecoderLayer(nn.Module):
         """Maps tokens to tokens; the second result is for `nn.scan`, which collects nothing."""
         config, dtype = self.config, self.dtype
         y = _norm(config, dtype, "input_layernorm")(x)
-        x = x + Attention(config, dtype, name="self_attn")(y, lengths)
+        x = x + Attention(config, dtype, self.layout, name="self_attn")(y, lengths)
         y = _norm(config, dtype, "post_attention_layernorm")(x)
-        return x + MLP(config, dtype, name="mlp")(y), None
+        biased = config.mlp_bias and config.model_type == "llama"
+        return x + MLP(config.intermediate_size, biased, dtype, name="mlp")(y), None
 
 
 class Decoder(nn.Module):
@@ -303,15 +352,18 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, ids: Int[Array, "b n"], lengths: Int[Array, "b"]
+        self, ids: Int[Array, "b n"], lengths: Int[Array, "b"], images: ImageStates | None = None
     ) -> tuple[Float[Array, "b n d"], ...]:
-        """Maps token ids to the states."""
+        """Maps token ids and images to the states."""
         config, dtype = self.config, self.dtype
         x = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, name="embed_tokens")(ids)
+        if images is not None:
+            x = x.at[:, images.layout.tokens].set(images.states)
+        layout = None if images is None else images.layout
         found, done = {0: x}, 0
         for state in sorted(set(self.states) - {0}):
             layers = block_run(DecoderLayer, "layers", done, state - 1, "none")
-            x, _ = layers(config, dtype)(x, lengths)
+            x, _ = layers(config, dtype, layout)(x, lengths)
             found[state] = x
             done = state
         if done == config.num_hidden_layers:
@@ -333,15 +385,19 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(
-        self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"] | Int[Array, "b n"]
+        self,
+        ids: Int[Array, "b n"],
+        mask: Bool[Array, "b n"] | Int[Array, "b n"],
+        images: ImageStates | None = None,
     ) -> tuple[Float[Array, "b n d"], ...]:
         """Returns the hidden states of all tokens, including padding, in the order of `states`.
 
         As in transformers, positions count all tokens from 0, and padding is not attended to.
 
         Args:
-          ids: Token ids.
+          ids: Token ids, arbitrary in the places of images.
           mask: Nonzero for a prompt's tokens, at least one per row, and 0 for trailing padding.
+          images: Tokens of each prompt's images. None means that there are none.
 
         Raises:
           ValueError: there are more tokens than a layer's sliding window, or no such state.
@@ -354,7 +410,7 @@ class LanguageModel(nn.Module):
             )
         lengths = (mask != 0).sum(axis=1).astype(jnp.int32)
         states = state_indices(self.config, self.states)
-        return Decoder(self.config, states, self.dtype, name="model")(ids, lengths)
+        return Decoder(self.config, states, self.dtype, name="model")(ids, lengths, images)
 
 
 def inputs(config: LanguageModelConfig) -> tuple[Int[Array, "1 2"], Bool[Array, "1 2"]]:

@@ -279,7 +279,7 @@ def _check_window(
 
 def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) -> None:
     """Checks that the template's prefix has the expected number of tokens, so that exactly its states are dropped."""
-    _check_marks(folder, tokenizer, text)
+    check_marks(folder, tokenizer, text)
     found = len(tokenizer(text)["input_ids"])
     if found != expected and has_words(tokenizer):
         raise ValueError(
@@ -289,7 +289,7 @@ def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) 
         )
 
 
-def _check_marks(folder: pathlib.Path, tokenizer: Any, text: str) -> None:
+def check_marks(folder: pathlib.Path, tokenizer: Any, text: str) -> None:
     """Checks that each chat marker in `text` is a single token."""
     for mark in sorted({*MARK.findall(text)}):
         if tokenizer.tokenize(mark) != [mark]:
@@ -310,7 +310,7 @@ def _check_template(folder: pathlib.Path, tokenizer: Any) -> None:
     # Templates can raise jinja2's errors and custom ones.
     except Exception as error:
         raise ValueError(f"the chat template in {folder} cannot be used: {error}") from error
-    _check_marks(folder, tokenizer, text)
+    check_marks(folder, tokenizer, text)
 
 
 def chat(tokenizer: Any, prompts: Sequence[str], thinking: bool) -> list[str]:

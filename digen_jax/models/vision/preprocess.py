@@ -113,24 +113,50 @@ FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Processor:
-    """Settings of a CLIPImageProcessor.
+class Pixels:
+    """Settings of an image processor that do not depend on sizes.
 
     Attributes:
-      edge: Pixels of the shorter side after resizing.
-      size: Pixels of each side after cropping.
       kind: Resize filter.
       scale: Factor that bytes are multiplied by.
       mean: Mean of each channel.
       std: Standard deviation of each channel.
     """
 
-    edge: int = 224
-    size: int = 224
     kind: Filter = "bicubic"
     scale: float = 1 / 255
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Pixels":
+        """Reads the settings from a preprocessor_config.json, with transformers' defaults.
+
+        Raises:
+          ValueError: names a field with an unsupported value.
+        """
+        _check_steps(config, "do_resize", "do_rescale", "do_normalize")
+        number = config.get("resample", 3)
+        if isinstance(number, bool) or number not in FILTERS:
+            raise ValueError(f"resample must be 2 (bilinear) or 3 (bicubic), not {number!r}")
+        scale = config.get("rescale_factor", 1 / 255)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= 1:
+            raise ValueError(f"rescale_factor must be between 0 and 1, not {scale!r}")
+        mean = _channels(config, "image_mean", MEAN, -10.0)
+        return Pixels(FILTERS[number], scale, mean, _channels(config, "image_std", STD, 1e-3))
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor(Pixels):
+    """Settings of a CLIPImageProcessor.
+
+    Attributes:
+      edge: Pixels of the shorter side after resizing.
+      size: Pixels of each side after cropping.
+    """
+
+    edge: int = 224
+    size: int = 224
 
     def __post_init__(self):
         if self.edge < self.size:
@@ -145,23 +171,18 @@ class Processor:
         Raises:
           ValueError: names a field with an unsupported value.
         """
-        for step in ("do_resize", "do_center_crop", "do_rescale", "do_normalize"):
-            if config.get(step, True) is not True:
-                raise ValueError(f"{step} must be true, not {config[step]!r}")
-        number = config.get("resample", 3)
-        if isinstance(number, bool) or number not in FILTERS:
-            raise ValueError(f"resample must be 2 (bilinear) or 3 (bicubic), not {number!r}")
-        scale = config.get("rescale_factor", 1 / 255)
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= 1:
-            raise ValueError(f"rescale_factor must be between 0 and 1, not {scale!r}")
+        _check_steps(config, "do_center_crop")
         return cls(
+            **dataclasses.asdict(Pixels.from_config(config)),
             edge=_side(config, "size", ("shortest_edge",)),
             size=_side(config, "crop_size", ("height", "width")),
-            kind=FILTERS[number],
-            scale=scale,
-            mean=_channels(config, "image_mean", MEAN, -10.0),
-            std=_channels(config, "image_std", STD, 1e-3),
         )
+
+
+def _check_steps(config: Mapping[str, Any], *steps: str) -> None:
+    for step in steps:
+        if config.get(step, True) is not True:
+            raise ValueError(f"{step} must be true, not {config[step]!r}")
 
 
 def _side(config: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> int:
@@ -196,8 +217,8 @@ def crop_image(image: Image.Image, processor: Processor) -> UInt8[np.ndarray, "s
     return resized[top : top + processor.size, left : left + processor.size]
 
 
-def scaled(images: Num[Array, "b s s 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
-    """Scales and normalizes cropped images."""
+def scaled(images: Num[Array, "b h w 3"], processor: Pixels) -> Float32[Array, "b h w 3"]:
+    """Scales and normalizes resized images."""
     return normalised(images.astype(jnp.float32) * processor.scale, processor)
 
 
@@ -242,7 +263,7 @@ def _unit(images: Num[Array, "b h w 3"]) -> Float32[Array, "b h w 3"]:
     return values / 255 if images.dtype == jnp.uint8 else values
 
 
-def normalised(x: Float32[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b h w 3"]:
+def normalised(x: Float32[Array, "b h w 3"], processor: Pixels) -> Float32[Array, "b h w 3"]:
     """Returns (x - mean) / std of each channel."""
     return (x - np.asarray(processor.mean, np.float32)) / np.asarray(processor.std, np.float32)
 

@@ -1,6 +1,7 @@
 """Qwen-Image in the tests that all families share."""
 
 import numpy as np
+import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
@@ -18,18 +19,22 @@ WIDE = dict(num_attention_heads=4, joint_attention_dim=256)
 BY_HAND = TINY | dict(in_channels=16, out_channels=5, num_layers=3)
 
 
-def call(model, latents, sigma, context, mask):
-    """Packed latents, sizes in tokens, time from 0 to 1."""
+def call(model, latents, sigma, context, mask, source=None):
+    """Packed latents, sizes in tokens, time from 0 to 1; the tokens of source images behind the image's."""
     batch, height, width, channels = latents.shape
-    raw = latents.permute(0, 3, 1, 2).contiguous()
-    tokens = QwenImagePipeline._pack_latents(raw, batch, channels, height, width)
+    images = [latents] if source is None else [latents, *source.unbind(1)]
+    raw = [one.permute(0, 3, 1, 2).contiguous() for one in images]
+    shapes = [(batch, channels, *one.shape[2:]) for one in raw]
+    tokens = torch.cat(
+        list(map(QwenImagePipeline._pack_latents, raw, *zip(*shapes, strict=True))), 1
+    )
     v = model(
         hidden_states=tokens.to(model.dtype),
         encoder_hidden_states=context.to(model.dtype),
         encoder_hidden_states_mask=mask,
         timestep=sigma.to(model.dtype),
-        img_shapes=[[(1, height // 2, width // 2)]] * batch,
-    ).sample
+        img_shapes=[[(1, rows // 2, columns // 2) for *_, rows, columns in shapes]] * batch,
+    ).sample[:, : height // 2 * (width // 2)]
     v = QwenImagePipeline._unpack_latents(v, height, width, vae_scale_factor=1)[:, :, 0]
     return v.permute(0, 2, 3, 1).float()
 
@@ -58,6 +63,13 @@ NETWORK = Network(
             "none",
             "0to1",
         ),
+        "edit": Case(
+            TINY | dict(zero_cond_t=True),
+            {"latents": (2, 6, 10, 3), "context": (2, 7, 10), "source": (2, 2, 12, 4, 3)},
+            {"sigma": np.float32([250, 76]) / 256, "mask": padded((4, 7))},
+            "none",
+            "0to1",
+        ),
         "single": Case(
             SINGLE,
             {"latents": (3, 10, 4, 2), "context": (3, 6, 10)},
@@ -81,7 +93,7 @@ NETWORK = Network(
     minimal={"num_layers": 1, "in_channels": 32},
     refused=[
         *(dict(patch_size=1), dict(in_channels=6), dict(num_layers=0), dict(guidance_embeds=True)),
-        *(dict(zero_cond_t=True), dict(use_additional_t_cond=True), dict(use_layer3d_rope=True)),
+        *(dict(use_additional_t_cond=True), dict(use_layer3d_rope=True)),
         *({"axes_dims_rope": widths} for widths in ((2, 4, 4), (1, 5, 6), (6, 6))),
         dict(qk_norm="rms_norm"),
     ],
@@ -101,6 +113,14 @@ NETWORK = Network(
                 compiled=qwen_image.QwenImageConfig(num_layers=2, **WIDE),
             )
             for latent in ((16, 24, 16), (32, 20, 16))
+        ),
+        Flops(  # with two source images
+            (
+                *(qwen_image.QwenImageConfig(num_layers=1, zero_cond_t=True, **WIDE),),
+                *((16, 24, 16), 77, 2 * 5 * 9),
+            ),
+            {"context": (1, 77, 256), "mask": np.ones((1, 77), bool), "source": (1, 2, 10, 18, 16)},
+            compiled=qwen_image.QwenImageConfig(num_layers=2, zero_cond_t=True, **WIDE),
         ),
         Flops((qwen_image.QwenImageConfig(**BY_HAND), (4, 6, 4), 3), by_hand=by_hand()),
     ],
@@ -142,7 +162,7 @@ PIPELINE = Pipeline(
     unfit=[Size(12, 18)],
     broken=[
         ("vae/config.json", {"base": 7}),
-        ("transformer/config.json", {"zero_cond_t": True}),
+        ("transformer/config.json", {"use_layer3d_rope": True}),
         ("text_encoder/config.json", {"architectures": ["Qwen2ForCausalLM"]}),
         ("transformer/config.json", {"joint_attention_dim": 7}, "text_encoder/config.json"),
         ("transformer/config.json", {"out_channels": 5}),

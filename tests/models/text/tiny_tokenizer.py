@@ -44,13 +44,16 @@ def save(
     template: str | None = TEMPLATE,
     size: int = 300,
     texts: tuple[str, ...] = (),
+    special: tuple[str, ...] = (),
 ) -> pathlib.Path:
-    """A folder with tokenizer.json, as transformers 5 writes it, of `size` tokens and 3 special ones.
+    """A folder with tokenizer.json, as transformers 5 writes it, of `size` tokens, 3 special ones, and `special`.
 
     The tokens are those that shorten TEXTS and `texts` most.
     """
     tokenizer = Qwen2Tokenizer(
-        tokenizer_object=backend(size, texts), eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+        tokenizer_object=backend(size, texts, [*SPECIAL, *special]),
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[0],
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
