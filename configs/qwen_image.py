@@ -1,20 +1,23 @@
-"""Qwen-Image with verl-omni's published settings of Flow-GRPO for rendered text, on GPUs of 80 GB.
+"""Qwen-Image and Qwen-Image-Edit with published settings of Flow-GRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/qwen_image.py:ocr,4 --workdir runs/qwen-image \
     --config.rewards=ocr \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16 (published: 4). Reward and prompt
-files are not included; docs/rewards.md lists the requirements of `ocr`, and the source's prompts are in dataset/ocr of
-github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.model.folder=Qwen/Qwen-Image-2512.
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16 (published: 4); for `edit_lora`
+also 3, 6, 12, 24, 32, 48, 64, 96, 128, 192 or 384 (published: 8). Reward and prompt files are not included;
+docs/qwen-image.md lists what they require. Newer models have the same settings: Qwen-Image-2512 instead of Qwen-Image,
+Qwen-Image-Edit-2511 instead of 2509: --config.model.folder=Qwen/Qwen-Image-2512.
 
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
 
-ocr  Flow-GRPO (arXiv 2505.05470): LoRA of rank 64, two of ten steps trained, in a window at a random position
+ocr        verl-omni's Flow-GRPO (arXiv 2505.05470) for rendered text: LoRA of rank 64, two of ten steps trained, in a
+           window at a random position
+edit_lora  Flow-Factory's Flow-GRPO of Qwen-Image-Edit-2509: LoRA of rank 64, one of ten steps trained: 1, 2 or 3
 
-Sources, in github.com/verl-project/verl-omni:
+Sources of `ocr`, in github.com/verl-project/verl-omni:
 - examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f9): 32 groups of 16 images in two updates
   (train_batch_size, rollout.n, ppo_mini_batch_size), micro-batch of 16 images per GPU; guidance 4 (true_cfg_scale), 256
   prompt tokens, noise 1.2 of kind "sde" ("flow" here), a window of 2 steps within the first 5; LoRA of rank 64, alpha
@@ -32,17 +35,33 @@ Sources, in github.com/verl-project/verl-omni:
 - verl_omni/pipelines/qwen_image_flow_grpo/common.py (bd34708): a token's guided velocity has the norm of the
   conditional one, as in diffusers' pipeline
 
+Sources of `edit_lora`, in github.com/X-GenGroup/Flow-Factory:
+- examples/grpo/lora/qwen_image_edit_plus/default.yaml (3e615ee): 48 groups of 16 images in two updates, micro-batch of
+  one image per GPU; images and source images of 384 x 384; 10 steps, guidance 4, noise 1 of Flow-GRPO's SDE in one of
+  the steps 1, 2 and 3, counted from 0; evaluation at 1024 x 1024 in 40 steps, one image per GPU; clip range 1e-4,
+  advantages clipped to 5, group std, no KL, learning rate 3e-4, weight decay 1e-4, Adam's settings, gradient norm 1,
+  EMA of 0.9 every 4 training steps, rank 64 and alpha 128, bfloat16, evaluation and checkpoint every 20, seed, 8 GPUs
+- src/flow_factory/models/qwen_image/qwen_image_edit_plus.py (3e615ee): LoRA layers, which are those of `ocr`
+- as for FLUX.2 klein (configs/flux2_klein.py): the step with noise, Gaussian LoRA, EMA warm-up
+
 Our choices: 16 images per GPU in sampling and evaluation, 8 in training (the same gradient; with 16, the saved inputs
 of the 60 blocks alone take 14 GiB), sample images, number of checkpoints, seed, and placement: GPUs shard all
-parameters.
+parameters. For `edit_lora` rematerialized blocks, 256 prompt tokens in addition to those of images, the number of steps
+and the same placement; the source's recipes for all weights and for DiffusionNFT are not included.
 
-Differences from the source:
+Differences from the source of `ocr`:
 - each image has a separate window there (verl_omni/pipelines/request_batch.py); here all images of a step share one;
 - in the source's reward, Qwen3-VL-8B reads the text in an image (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
 - the LoRA and its moments are bfloat16 there, as PEFT gives factors the dtype of the adapted weights
   (verl_omni/workers/engine/fsdp/diffusers_impl.py, 04e7572); here they are float32;
 - diffusers rounds sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988; here it is exact;
 - the source offloads weights to host memory; here they stay on the GPUs.
+
+Differences from the source of `edit_lora`, in addition to those of FLUX.2 klein (configs/flux2_klein.py):
+- source images keep their aspect ratio there, with 384 x 384 pixels in training and 1024 x 1024 in evaluation, and
+  generated images have the last one's; here all have one size, which square images have there, too;
+- its second pass has the prompt "" unless a record has one; here it is " ", as in the model's README;
+- with transformers 5, tokens of images have the positions of text there, as in diffusers (docs/qwen-image.md).
 
 docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """
@@ -80,9 +99,44 @@ def ocr(n: int) -> dict:
     )
 
 
-RECIPES = {"ocr": ocr}
-# Images per update, divided by those per GPU and call of the sampler: 512 / 2 / 16.
-PASSES = {"ocr": 16}
+def edit_lora(n: int) -> dict:
+    """Flow-GRPO with source images, with parameters sharded over n GPUs."""
+    size = dict(height=384, width=384, source_height=384, source_width=384)
+    return dict(
+        seed=42,
+        model=dict(folder="Qwen/Qwen-Image-Edit-2509", max_sequence_length=256, **size),
+        batch=dict(groups=48, images=16),
+        sampler=dict(
+            kind="flow",
+            noise_level=1.0,
+            steps=10,
+            guidance=4.0,
+            window=dict(mode="random", first=1, end=4, length=1),
+            chunk=n,
+        ),
+        algorithm=dict(clip_range=1e-4, adv_clip=5.0),
+        advantages=dict(std="group"),
+        lora=dict(rank=64, alpha=128.0, init="gaussian"),
+        trainer=dict(
+            micro_batch=n,
+            updates=2,
+            learning_rate=3e-4,
+            weight_decay=1e-4,
+            clip_norm=1.0,
+            ema=0.9,
+            ema_warm_up=True,
+            ema_unit="step",  # at the end of training steps 4, 8, ...: after updates 8, 16, ...
+            ema_every=4,
+        ),
+        placement=dict(trainer=dict(data=1, fsdp=n), rules=((".*", "fsdp"),)),
+        evaluation=dict(every=20, height=1024, width=1024, steps=40, guidance=4.0, batch=n),
+        checkpoint=dict(every=20),
+    )
+
+
+RECIPES = {"ocr": ocr, "edit_lora": edit_lora}
+# Images per update, divided by those per GPU and call of the sampler: 512 / 2 / 16, and 768 / 2.
+PASSES = {"ocr": 16, "edit_lora": 384}
 
 
 def get_config(argument: str = "ocr,4") -> ConfigDict:
