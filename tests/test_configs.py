@@ -143,7 +143,7 @@ def test_a_config_wants_its_recipe_and_a_number_of_gpus(name):
 
 # Of chunks and micro-batches, the images of each GPU.
 IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), WAN: (8, 8)}
-IMAGES |= {HUNYUAN: (12, 1), HUNYUAN15: (1, 1), "edit_lora": (1, 1)}
+IMAGES |= {HUNYUAN: (12, 1), HUNYUAN15: (1, 1), "edit_2509": (1, 1), "edit_2511": (16, 4)}
 IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
 IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1), "flow_factory_i2v": (1, 1)}
 IMAGES |= {(WAN, "unirl_i2v"): (4, 1), (WAN22, "unirl_i2v"): (1, 1)}
@@ -230,6 +230,11 @@ OF_EDIT = OF_KLEIN | {SIZES: (Size(384, 384), Size(1024, 1024)), "model.source":
 OF_EDIT |= {WINDOW: (10, 1, (1, 2, 3)), GUIDANCE: (4, 4, 40), SDE: ("flow", 1, False)}
 OF_EDIT |= {OPTIMIZER: (3e-4, 1e-4, 1), LORA: (64, 128, "gaussian"), EVERY: (42, 20, 20)}
 OF_EDIT |= {"advantages.std": "group"}
+OF_EDIT_2511 = {BATCH: (32, 16, 2), WINDOW: (12, 3, (0, 1, 2, 3)), GUIDANCE: (4, 4, 40)}
+OF_EDIT_2511 |= {SDE: ("flow", 0.7, False), OBJECTIVE: (1e-4, 5, 0), OLD: "recomputed"}
+OF_EDIT_2511 |= {OPTIMIZER: (3e-4, 1e-4, 1), LORA: (64, 128, "gaussian"), EVERY: (42, 20, 5)}
+OF_EDIT_2511 |= {"advantages.std advantages.ddof steps": ("group", 1, 300)}
+OF_EDIT_2511 |= {"model.size model.source": (Size(512, 512), Size(1024, 1024))}
 # 8 GPUs x 8 clips x 2 batches, 4 of a prompt; the first 19 of 20 steps are trained.
 OF_OCR = {BATCH: (32, 4, 2), WINDOW: (20, 19, (0,)), SIZES: (Size(240, 416, 33),) * 2}
 OF_OCR |= {GUIDANCE: (4.5, 4.5, 50), WEIGHTS: ("gaussian_dt", "none", "recomputed")}
@@ -315,7 +320,8 @@ SETTINGS = [
     (KLEIN, "*_lora,8", {OPTIMIZER: (3e-4, 1e-4, 1)}),
     (KLEIN, "*_full,8", {OPTIMIZER: (1e-5, 1e-4, 1)}),
     (QWEN_IMAGE, "ocr,8", OF_QWEN_IMAGE),
-    (QWEN_IMAGE, "edit_lora,8", OF_EDIT),
+    (QWEN_IMAGE, "edit_2509,8", OF_EDIT),
+    (QWEN_IMAGE, "edit_2511,8", OF_EDIT_2511),
     (WAN, "*ocr,8", OF_OCR),
     (WAN, "ocr,8", {SDE: ("flow", 0.7, False), OBJECTIVE: (1e-3, 5, 3e-4)}),
     (WAN, "flow_grpo_ocr,8", {SDE: ("linear", 1, False), OBJECTIVE: (1e-3, 5, 4e-3)}),
@@ -358,7 +364,7 @@ AVERAGES = [
     (KONTEXT, "8", {7: (8 / 17) ** 6, 15: (16 / 25) ** 6}),
     *((KLEIN, f"{name},8", {8: 4 / 13, 16: 8 / 17}) for name in recipes(KLEIN)),
     (Z_IMAGE, "8", {8: 4 / 13, 16: 8 / 17}),
-    (QWEN_IMAGE, "edit_lora,8", {8: 4 / 13, 16: 8 / 17}),
+    (QWEN_IMAGE, "edit_2509,8", {8: 4 / 13, 16: 8 / 17}),
     *((WAN, f"{name},8", {7: 8 / 17, 15: 16 / 25}) for name in ("ocr", "flow_grpo_ocr", "longcat")),
     *(
         (name, f"{recipe},8", {8: 4 / 13, 16: 8 / 17})
@@ -414,7 +420,7 @@ LAYERS = [
     (KONTEXT, "8", 64 * (19 * (8 * 6144 + 4 * 15360) + 38 * (3 * 6144 + 15360))),
     (Z_IMAGE, "8", Z_FACTORS),
     (QWEN_IMAGE, "ocr,4", FACTORS),
-    (QWEN_IMAGE, "edit_lora,4", FACTORS),
+    (QWEN_IMAGE, "edit_2509,4", FACTORS),
     (KLEIN, "base_lora,8", KLEIN_FACTORS),
     (KLEIN, "distilled_full,8", 3_875_544_576),
     (SD35, "geneval,8", (24 * 8 - 1) * 32 * 2 * 1536),
@@ -688,9 +694,9 @@ STEPS = [
     ),
     # States of 256 tokens of the prompt and 198 of the image.
     Step(
-        *(QWEN_IMAGE, "edit_lora,1"),
-        dict(context=(48, 454, 3584), mask=(48, 454), source=(48, 1, 48, 48, 16)),
-        *((1, 384, 384), (1, 1, 48, 48, 16), 11, {"lora.rank": 1}, None, True),
+        *(QWEN_IMAGE, "edit_2511,1"),
+        dict(context=(32, 454, 3584), mask=(32, 454), source=(32, 1, 128, 128, 16)),
+        *((16, 512, 512), (3, 16, 64, 64, 16), 13, {"lora.rank": 1}, None, True),
     ),
     # Weights and autoencoder in bfloat16; the LoRA in five copies of float32.
     Step(
