@@ -20,7 +20,7 @@ CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 LIMITS = {
     "Python lines without tests": (53_526, 36_000),
     "package files": (168, 220),
-    "test lines": (41_944, 28_000),
+    "test lines": (41_948, 28_000),
     "README lines": (120, 120),
     "imported modules": (87, 50),
 }

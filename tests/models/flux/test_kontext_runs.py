@@ -23,6 +23,7 @@ from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import edited, open_model
 from digen_jax.inference.sampling import sample_to_folder
 from digen_jax.models.family import Size
+from digen_jax.models.qwen_image import edit
 from digen_jax.parallel.encoding import jit_encoder
 from digen_jax.precompute import reached
 from digen_jax.prompt_store import stored_prompts
@@ -35,7 +36,7 @@ from tests.models.flux.kontext_folders import (
     kontext_folder,
     picture,
 )
-from tests.models.folders import flux_folder
+from tests.models.folders import flux_folder, qwen_edit_folder
 from tests.parallel import toy
 from tests.parallel.test_axes import ROWS, config, system_of
 from tests.scripts import run_forked, run_script
@@ -158,9 +159,10 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_and_split")
-@pytest.mark.parametrize("family", ["flux", "klein"])
-def test_images_are_those_of_one_device(base, tmp_path, family):
+@pytest.mark.parametrize("family", ["flux", "klein", "qwen"])
+def test_images_are_those_of_one_device(base, tmp_path, monkeypatch, family):
     """Fifteen tokens of the image and twelve of each source, together 27 or 39, which no axis divides."""
+    monkeypatch.setattr(edit, "VISION_AREA", 32 * 64)
     prompts, found = str(edit_prompts(base)), []
     fields = dict(model__source_height=SOURCE[0], model__source_width=SOURCE[1])
     if family == "flux":
@@ -172,9 +174,11 @@ def test_images_are_those_of_one_device(base, tmp_path, family):
         prompts = str(tmp_path / "pairs.jsonl")
         pathlib.Path(prompts).write_text("\n".join(map(json.dumps, pairs)))
         fields |= dict(model__source_images=2)
+        if family == "qwen":
+            fields |= dict(model__folder=str(qwen_edit_folder(base, "2511")))
     fields |= dict(prompts__file=prompts, evaluation__prompts=prompts)
     for mesh in ("one device", "tensor x sequence"):
-        system = system_of(config(base, "full", mesh, family, **fields))
+        system = system_of(config(base, "full", mesh, family.replace("qwen", "klein"), **fields))
         sampler, weights = system.sampler, system.rollout_weights(system.start)
         encoded = sampler.encode(weights, read_prompt_file(prompts)[:2])
         keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
