@@ -314,8 +314,9 @@ def make_rollout(
     """Builds a rollout worker; `base` (`Policy.sampler_base`) may be on another mesh than `group`."""
     step = make_step(config.sampler.kind, config.sampler.noise_level)
     algorithm, rounded = config.algorithm, config.precision.trajectory
-    stored = config.noisy_steps, algorithm.stores_means, rounded, algorithm.replayed_steps
-    settings = SamplerSettings(config.model.size, config.sampler.steps, step, *stored)
+    stored = config.noisy_steps, algorithm.stores_means, rounded
+    latents = algorithm.stored_latents(config.sampler.steps)
+    settings = SamplerSettings(config.model.size, config.sampler.steps, step, *stored, latents)
     dtype = config.precision.sent
     sampling = policy.family.in_dtype(dtype) if dtype else policy.family
     sampler = Sampler(dataclasses.replace(policy, family=sampling), group, settings, encoded)

@@ -227,6 +227,7 @@ PositiveFloat = Annotated[float, Range(0, excluded="least")]
 NonNegativeFloat = Annotated[float, Range(0)]
 Scale = Annotated[float, Range(0, 1000)]  # guidance scale
 Decay = Annotated[float, Range(0, 1, "most")]
+Share = Annotated[float, Range(0, 1)]
 
 
 def allowed_values(kind: type, path: str = "") -> Iterator[tuple[str, tuple[Any, ...] | Range]]:

@@ -66,6 +66,7 @@ def make_policy(config: TrainConfig, family: Family) -> Policy:
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
     """Returns the policy in the trainer: policy gradients use the sampler's guidance, others the algorithm's."""
+    policy = dataclasses.replace(policy, detach_unconditional=algorithm.detach_unconditional)
     if algorithm.guidances is None:
         return policy
     guidance, reference = algorithm.guidances

@@ -46,6 +46,7 @@ KLEIN = "flux2_klein"
 WAN = "wan21"
 WAN22 = "wan22"
 HUNYUAN, HUNYUAN15 = "hunyuan_video", "hunyuan_video15"
+REWARD_GRADIENT = "sd35_reward_gradient"
 PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN, WAN22, HUNYUAN, HUNYUAN15
 
 
@@ -287,6 +288,13 @@ OF_HUNYUAN15 |= {SIZES: (Size(480, 480, 5),) * 2, "sampler.guidance sampler.wind
 OF_HUNYUAN15 |= {"algorithm.clip_range algorithm.kl_coefficient": (1e-4, 0), "seed": 42}
 OF_HUNYUAN15 |= {OPTIMIZER: (1e-5, 1e-4, 1), "trainer.ema lora.rank lora.alpha": (0, 64, 64)}
 OF_HUNYUAN15 |= {"advantages.std advantages.ddof": ("global", 1)}
+OF_FLOWBP = {BATCH: (64, 1, 1), "sampler.steps steps": (25, 300), GUIDANCE: (3.5, 3.5, 40)}
+OF_FLOWBP |= {OPTIMIZER: (1e-5, 1e-4, 1), AVERAGE: (0.995, False, 1, 1), EVERY: (42, 50, 100)}
+OF_FLOWBP |= {SIZES: (Size(512, 512),) * 2, "model.max_sequence_length lora.rank": (512, 0)}
+OF_DRAFT = {BATCH: (8, 1, 1), "sampler.steps steps": (4, 200), GUIDANCE: (1, 1, 4)}
+OF_DRAFT |= {OPTIMIZER: (1e-4, 0, 1), "lora.rank lora.alpha": (32, 64), "trainer.ema": 0}
+OF_DRAFT |= {"algorithm.gradient_steps algorithm.kl_coefficient": (1, 0)}
+ANCHOR = "algorithm.anchor_gradient algorithm.detach_unconditional"
 # Patterns of recipes with a number of GPUs, and settings of their sources.
 SETTINGS = [
     (SD35, "geneval,8", {BATCH: (48, 24, 2), "sampler.chunk trainer.micro_batch": (72, 72)}),
@@ -339,6 +347,12 @@ SETTINGS = [
     (WAN22, "hpsv3_5b,8", OF_5B),
     (HUNYUAN, "32", OF_HUNYUAN),
     (HUNYUAN15, "8", OF_HUNYUAN15),
+    (REWARD_GRADIENT, "draft,8", OF_DRAFT),
+    (REWARD_GRADIENT, "[!d]*,8", OF_FLOWBP),
+    (REWARD_GRADIENT, "refl,8", {"algorithm.last_steps": 11}),
+    (REWARD_GRADIENT, "leap_align,8", {ANCHOR: (0.3, False), "algorithm.tau": 0.1}),
+    (REWARD_GRADIENT, "flowbp_bridge,8", {ANCHOR: (0.5, True), "algorithm.late_bias": 4}),
+    (REWARD_GRADIENT, "flowbp_lagrange,8", {ANCHOR: (0.1, True), "algorithm.tau": 0.2}),
 ]
 
 

@@ -132,8 +132,9 @@ class Algorithm:
     ranks: ClassVar[bool] = False  # reads only the order of images
     supports_early_training: ClassVar[bool] = False  # its loss can be linear in the advantages
     differentiates_rewards: ClassVar[bool] = False  # needs networks as rewards; has no advantages
-    # last sampling steps that the trainer repeats; their first latents are stored
-    replayed_steps: int = 0
+    # with differentiable rewards: velocities of an image that have a gradient
+    gradient_steps: int = 0
+    detach_unconditional: bool = False  # the guidance's unconditional pass has no gradient
     stores_means: bool = False  # the sampler must store the means of x_next
     # one call of the loss needs all trained steps of an image
     needs_full_trajectories: bool = False
@@ -150,6 +151,13 @@ class Algorithm:
 
     def check_kind(self, kind: str) -> None:
         """Raises ValueError if samples from steps of this kind (`diffusion.steps.KINDS`) cannot be trained."""
+
+    def check_steps(self, steps: int) -> None:
+        """Raises ValueError for a number of sampling steps that cannot be trained."""
+
+    def stored_latents(self, steps: int) -> range:
+        """Returns which latents before steps 0, 1, ..., `steps` the trainer reads; empty means the final ones."""
+        return range(0)
 
     def check_early_training(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Raises ValueError if training before a group is complete is not exact."""

@@ -472,9 +472,14 @@ def _check_algorithm(config: TrainConfig) -> None:
     with prefix_errors("config.algorithm."):
         algorithm.check()
         algorithm.check_kind(config.sampler.kind)
+        algorithm.check_steps(config.sampler.steps)
         if config.runtime.max_incomplete_groups:
             batch = config.batch
             algorithm.check_early_training(config.advantages, batch.images, batch.groups)
+    if config.batch.images == 1 and not algorithm.differentiates_rewards:
+        raise ConfigError(
+            "config.batch.images is 1, so there is nothing to compare an image with: set it to 2 or more"
+        )
     if algorithm.needs_full_trajectories:
         _check_trajectories(config)
     if algorithm.objective == "matching":
@@ -512,7 +517,7 @@ def _ratio(config: TrainConfig) -> str:
 
 def _check_differentiable(config: TrainConfig) -> None:
     """Refuses rewards without a gradient, and settings of rewards and advantages that a gradient ignores."""
-    name, steps = config.algorithm.name, config.sampler.steps
+    name = config.algorithm.name
     needed = f"config.algorithm.name = {name!r} differentiates the rewards"
     meshed = on_mesh(config.rewards)
     for number, reward in enumerate(config.rewards):
@@ -523,11 +528,6 @@ def _check_differentiable(config: TrainConfig) -> None:
             )
     if config.model.frames > 1:
         raise ConfigError(f"{needed} of images, not of clips: set config.model.frames to 1")
-    if config.algorithm.replayed_steps > steps:
-        raise ConfigError(
-            f"config.algorithm.gradient_steps = {config.algorithm.replayed_steps} is more than the "
-            f"config.sampler.steps = {steps}: set it to {steps} or less"
-        )
     chosen = {
         "advantages.best_and_worst": config.advantages.best_and_worst,
         "advantages.drop_zero_std": config.advantages.drop_zero_std,

@@ -120,6 +120,12 @@ def rows(kind: type, path: str = "", algorithm: str = "policy_gradient") -> dict
 
 def comments(kind: type) -> dict[str, str]:
     """Returns the comment of each annotated field of a class: at the end of its line, or else the lines above it."""
+    inherited = {
+        name: meaning
+        for base in reversed(kind.__mro__[1:])
+        if dataclasses.is_dataclass(base)
+        for name, meaning in comments(base).items()
+    }
     source = inspect.getsource(kind)
     lines, meanings = source.splitlines(), {}
     for node in cast(Any, ast.parse(source).body[0]).body:
@@ -130,7 +136,7 @@ def comments(kind: type) -> dict[str, str]:
                 start -= 1
             found = found if any(found) else [one.lstrip("# ") for one in lines[start : end - 1]]
             meanings[ast.unparse(node.target)] = " ".join(filter(None, found))
-    return meanings
+    return inherited | meanings
 
 
 def _literal(value: Any) -> str:

@@ -155,7 +155,9 @@ class BatchSection:
 
     # groups per step; a group is the images of one prompt
     groups: Annotated[int, Range(1, 10**5)] = 12
-    images: Annotated[int, Range(2, 10**4)] = 12  # images per group, at least 2
+    images: Annotated[int, Range(1, 10**4)] = (
+        12  # images per group; 1 only for gradients of rewards
+    )
 
 
 @dataclasses.dataclass(frozen=True)

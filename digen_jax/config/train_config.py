@@ -29,6 +29,11 @@ ALGORITHMS = {
     "dgpo": "digen_jax.algorithms.dgpo:DGPO",
     "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
     "reward_gradient": "digen_jax.algorithms.reward_gradient:RewardGradient",
+    "refl": "digen_jax.algorithms.reward_gradient:Refl",
+    "leap_align": "digen_jax.algorithms.flowbp:LeapAlign",
+    "flowbp_sparse": "digen_jax.algorithms.flowbp:FlowBpSparse",
+    "flowbp_bridge": "digen_jax.algorithms.flowbp:FlowBpBridge",
+    "flowbp_lagrange": "digen_jax.algorithms.flowbp:FlowBpLagrange",
 }
 # Fields that set where a step's work runs and how it is divided; results are the same up to rounding.
 LAYOUT = ("placement", "rewards[i].where", "sampler.chunk", "trainer.micro_batch", "trainer.pack")

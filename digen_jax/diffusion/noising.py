@@ -61,7 +61,7 @@ class ScheduleTimes:
         def draw(key):
             return jax.random.permutation(key, sigmas)[: self.count]
 
-        return jax.vmap(draw, out_axes=1)(_stream(keys, TRAINING_TIMES))
+        return jax.vmap(draw, out_axes=1)(times_keys(keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,27 +85,25 @@ class LogitNormalTimes:
         def draw(key):
             return jax.random.normal(key, (self.count,))
 
-        z = jax.vmap(draw, out_axes=1)(_stream(keys, TRAINING_TIMES))
+        z = jax.vmap(draw, out_axes=1)(times_keys(keys))
         sigma = jax.nn.sigmoid(self.mean + self.std * z)
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
 
-@dataclasses.dataclass(frozen=True)
-class LastSteps:
-    """The noise level before the last steps of the sampler's schedule, the same for all images."""
+class FirstLevel:
+    """The schedule's first noise level: one pass for each image, whose algorithm chooses the steps by itself."""
 
-    steps: PositiveInt
     count: ClassVar[int] = 1
 
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
     ) -> Float32[Array, "1 b"]:
         """Returns the noise level of each image."""
-        sigma = jnp.asarray(sigmas, jnp.float32)[-1 - self.steps]
+        sigma = jnp.asarray(sigmas, jnp.float32)[0]
         return jnp.broadcast_to(sigma, (1, len(keys)))
 
 
-Times = ScheduleTimes | LogitNormalTimes | LastSteps
+Times = ScheduleTimes | LogitNormalTimes | FirstLevel
 
 
 def forward_noise(
@@ -120,6 +118,11 @@ def forward_noise(
         return jax.random.normal(jax.random.fold_in(key, number), shape)
 
     return jax.vmap(draw)(_stream(keys, FORWARD_NOISE), jnp.asarray(draws))
+
+
+def times_keys(keys: Key[Array, "n"]) -> Key[Array, "n"]:
+    """Returns the keys that draw noise levels or steps for training."""
+    return _stream(keys, TRAINING_TIMES)
 
 
 def repeat_keys(keys: Key[Array, "b"], repeat: int) -> Key[Array, "b"]:

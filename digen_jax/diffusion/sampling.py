@@ -47,10 +47,9 @@ class Trajectory(NamedTuple):
     latents: Float[Array, "b ..."]
     transitions: Transitions
     sigmas: Float32[Array, "sigmas"]
-    kept: Float[Array, "b ..."] | None = None  # latents before step `keep`, if given
-    kl: Float32[Array, "s b"] | None = (
-        None  # of each transition to the initial policy, if the sampler computes it
-    )
+    stored: Float[Array, "b t ..."] | None = None  # latents before the steps in `latents`, if given
+    # of each transition to the initial policy, if the sampler computes it
+    kl: Float32[Array, "s b"] | None = None
 
 
 class Replay(NamedTuple):
@@ -132,7 +131,7 @@ def sample(
     window: tuple[int | Int[Array, ""], int],
     store_dtype: DTypeLike = jnp.float32,
     store_means: bool = False,
-    keep: int | None = None,
+    latents: range = range(0),
 ) -> Trajectory:
     """Samples from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan` for each stage.
 
@@ -152,7 +151,8 @@ def sample(
         continues from the rounded value, so that replay reads the sampled values.
       store_means: Whether to also store the mean of x_next in float32 (for GRPO-Guard and Flow-DPPO), which
         needs at least the memory of x.
-      keep: Step before which the latents are also returned. None means no step.
+      latents: Consecutive steps before which the latents are also returned; n, the number of steps, is for
+        the final ones.
 
     Raises:
       ValueError: the window is outside the schedule or has steps without noise.
@@ -166,9 +166,7 @@ def sample(
     stages = [Stage(velocity, steps)] if callable(velocity) else velocity
 
     def body(velocity, carry, i):
-        x, memory, stored, kept = carry
-        if kept is not None:
-            kept = jnp.where(i == keep, x, kept)
+        x, memory, stored = carry
         v = velocity(x.astype(jnp.float32), jnp.full(x.shape[:1], sigmas[i]))
         x_next, memory = solver.advance(x, v, sigmas, i, memory)
         x_next = _round(x_next, store_dtype)
@@ -178,17 +176,22 @@ def sample(
             new = new if store_means else new._replace(mean=None)
             stored = _store(stored, new, jnp.clip(i - start, 0, length - 1), inside)
             x_next = jnp.where(inside, new.x_next, x_next)
-        return (x_next, memory, stored, kept), None
+        return (x_next, memory, stored), x if latents else None
 
     x = _round(x_start, store_dtype)
-    kept = None if keep is None else x
-    carry, first = (x, solver.init_last(x), _empty(x, length, store_means), kept), 0
+    carry, first, before = (x, solver.init_last(x), _empty(x, length, store_means)), 0, []
     for one, count in stages:
         taken = jnp.arange(first, first + count)
-        carry, _ = jax.lax.scan(functools.partial(body, one), carry, taken)
+        carry, each = jax.lax.scan(functools.partial(body, one), carry, taken)
+        before.append(each)
         first += count
-    x, _, stored, kept = carry
-    return Trajectory(x, stored, sigmas, kept)
+    x, _, stored = carry
+    if not latents:
+        return Trajectory(x, stored, sigmas)
+    all_latents = jnp.concatenate([*before, x[None]])
+    return Trajectory(
+        x, stored, sigmas, jnp.moveaxis(all_latents[latents.start : latents.stop], 0, 1)
+    )
 
 
 def replay(

@@ -43,7 +43,7 @@ class FinalImages(NamedTuple):
     """Final images trained on the forward process. Noise and noise levels depend only on the keys.
 
     k images with one noise level can form one sample of the b: x0 is `[b k ...]`, with one key per sample.
-    Algorithms with `replayed_steps` have the latents before these steps instead of images.
+    Algorithms that differentiate rewards have the k stored latents of an image instead.
     """
 
     x0: Float[Array, "b ..."]
@@ -65,7 +65,7 @@ class SharedInputs(NamedTuple):
 
     prompts: EncodedPrompts
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
-    # For differentiable rewards: tokens of the prompts for each reward, and the noise levels of the replayed steps.
+    # For differentiable rewards: tokens of the prompts for each reward, and the sampler's schedule.
     tokens: tuple[Int[Array, "p n"], ...] = ()
     sigmas: Float[Array, "k"] | None = None
 
@@ -113,10 +113,10 @@ class MicroBatch(NamedTuple):
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | FinalImages:
-    """Returns the stored transitions of a trajectory or, if none are stored, its final images or kept latents."""
+    """Returns the stored transitions of a trajectory or, if none are stored, its final images or stored latents."""
     if len(trajectory.transitions.sigma):
         return trajectory.transitions
-    latents = trajectory.latents if trajectory.kept is None else trajectory.kept
+    latents = trajectory.latents if trajectory.stored is None else trajectory.stored
     return FinalImages(latents, keys, trajectory.sigmas)
 
 

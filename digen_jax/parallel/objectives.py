@@ -19,7 +19,7 @@ from digen_jax.algorithms.losses import (
 )
 from digen_jax.diffusion.noising import forward_noise, noised, noised_together
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
-from digen_jax.diffusion.steps import Ode, ReverseStep
+from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.models.family import Record
 from digen_jax.parallel.accumulate import (
     OF_ADVANTAGES,
@@ -34,7 +34,7 @@ from digen_jax.parallel.policy import Policy
 
 if TYPE_CHECKING:  # imported if the config names it
     from digen_jax.algorithms.policy_gradient import PolicyGradient
-    from digen_jax.algorithms.reward_gradient import RewardGradient
+    from digen_jax.algorithms.reward_gradient import RewardAlgorithm
 
 
 def zero_totals(algorithm: Algorithm, tuned: Any) -> Totals:
@@ -233,10 +233,10 @@ class DifferentiableRewards:
 
 @dataclasses.dataclass(frozen=True)
 class RewardObjective:
-    """Negative weighted sum of differentiable rewards after the replayed steps, plus the KL of these steps."""
+    """Negative weighted sum of differentiable rewards, plus the KL of the steps that have a gradient."""
 
     policy: Policy
-    algorithm: "RewardGradient"
+    algorithm: "RewardAlgorithm"
     rewards: DifferentiableRewards
 
     def gradient(self, policies: Policies, shared: SharedInputs, micro: MicroBatch) -> Totals:
@@ -244,8 +244,9 @@ class RewardObjective:
         prompts, base = shared.prompts.at(micro.rows), policies.base
         tokens = [ids[micro.rows] for ids in shared.tokens]
         # Mask before the network: infinite values in its input would not get a zero gradient.
-        (start,) = mask_rows(micro.weight > 0, cast(Any, micro.samples).x0)
-        sigmas, coefficient = cast(Array, shared.sigmas), self.algorithm.kl_coefficient
+        (states,) = mask_rows(micro.weight > 0, cast(Any, micro.samples).x0)
+        keys, sigmas = cast(Any, micro.samples).keys, cast(Array, shared.sigmas)
+        coefficient = self.algorithm.kl_coefficient
         reference = self.policy.reference(base, *prompts) if coefficient else None
 
         # The decoder's and the rewards' activations are computed again in the backward pass.
@@ -263,16 +264,18 @@ class RewardObjective:
 
         def loss(tuned: Any) -> tuple[Array, dict[str, Array]]:
             velocity = self.policy.velocity(tuned, base, *prompts)
-            x, kl = start, jnp.zeros(len(start))
-            for i in range(len(sigmas) - 1):
-                sigma = jnp.full(len(x), sigmas[i])
+
+            def evaluate(x: Array, sigma: Array) -> tuple[Array, Array]:
                 v = velocity(x, sigma)
-                if reference is not None:
-                    kl += velocity_kl(v, reference(x, sigma), sigma) / (len(sigmas) - 1)
-                x = Ode().advance(x, v, sigmas, i, None)[0]
-            reward = score(self.policy.family.complete(x, prompts.conditioning))
-            terms = {"loss": coefficient * kl - reward, "trained_reward": reward}
-            terms |= {"kl": kl} if coefficient else {}
+                if reference is None:
+                    return v, jnp.zeros(len(x))
+                return v, velocity_kl(v, reference(x, sigma), sigma)
+
+            final = self.algorithm.final(evaluate, states, sigmas, keys)
+            reward = score(self.policy.family.complete(final.latents, prompts.conditioning))
+            weighted = reward if final.weight is None else final.weight * reward
+            terms = {"loss": coefficient * final.kl - weighted, "trained_reward": reward}
+            terms |= {"kl": final.kl} if coefficient else {}
             sums = {name: weighted_sum(micro.weight, term) for name, term in terms.items()}
             return sums["loss"], sums | {"weight": jnp.sum(micro.weight)}
 

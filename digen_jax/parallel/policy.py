@@ -54,6 +54,7 @@ class Policy:
       components: Components to tune. Empty means all that the family trains.
       expert: Place in `family.trained` of the component that computes the velocity.
       samples_reference: Whether the sampler also evaluates the reference, at the steps that it stores.
+      detach_unconditional: Whether the guidance's unconditional pass has no gradient.
     """
 
     family: Family
@@ -65,6 +66,7 @@ class Policy:
     components: tuple[str, ...] = ()
     expert: int = 0
     samples_reference: bool = False
+    detach_unconditional: bool = False
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -213,7 +215,10 @@ class Policy:
             )
             both = interleave(x, x), interleave(sigma, sigma)
             v = self.family.velocity(variables, *both, pairs, embedded)
-            return self.family.guided(v[0::2], v[1::2], scale)
+            unconditional = v[0::2]
+            if self.detach_unconditional:
+                unconditional = jax.lax.stop_gradient(unconditional)
+            return self.family.guided(unconditional, v[1::2], scale)
 
         return velocity
 

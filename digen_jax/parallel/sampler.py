@@ -100,7 +100,7 @@ class SamplerSettings:
     length: int = 0
     store_means: bool = False  # also store the means of the window's steps
     store_dtype: str = "float32"  # images are rounded to it after every step
-    replayed: int = 0  # last steps, before which the latents are stored
+    latents: range = range(0)  # which latents of the trajectory are stored
 
 
 class Weights(NamedTuple):
@@ -272,10 +272,9 @@ class Sampler:
             if count
         ]
         noise, window = split(start_noise(start_keys, self.shape)), (start, settings.length)
-        keep = settings.steps - settings.replayed if settings.replayed else None
         with_kl = self.policy.samples_reference and settings.length > 0
         means = settings.store_means or with_kl
-        stored = settings.store_dtype, means, keep
+        stored = settings.store_dtype, means, settings.latents
         with tracing_on(group.batch, group.attention):
             trajectory = sample(stages, noise, self.sigmas, settings.step, keys, window, *stored)
             if with_kl:

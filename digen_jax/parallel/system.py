@@ -281,8 +281,7 @@ def make_train_batch(
     shared = SharedInputs(prompts, images.sigmas[1])
     if (rewards := system.trainer.rewards) is not None:
         tokens = tuple(put(ids, group.replicated) for ids in rewards.tokenize(records))
-        last = images.sigmas[-1 - system.trainer.algorithm.replayed_steps :]
-        shared = shared._replace(tokens=tokens, sigmas=last)
+        shared = shared._replace(tokens=tokens, sigmas=images.sigmas)
     return TrainBatch(samples, shared, at, values, weights)
 
 

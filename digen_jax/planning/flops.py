@@ -173,7 +173,7 @@ def training_work(config: TrainConfig, family: Family, samples: int, update: int
     policy = trained_policy(make_policy(config, family), algorithm)
     forward = _forward(family, config.model.size)
     count = samples * algorithm.images_per_sample * config.trained_steps
-    count *= max(1, algorithm.replayed_steps)
+    count *= max(1, algorithm.gradient_steps)
     trained = _times(forward, count * policy.sequences)
     needed: Any = Counter(trained)
     for stream, flops in trained.items():

@@ -69,7 +69,8 @@ def stored_bytes(config: TrainConfig, latent: tuple[int, ...]) -> int:
     """Returns the bytes stored per image until it is trained."""
     size = math.prod(latent)
     if config.algorithm.objective == "matching":
-        return 4 * (size + 2)  # the image and its key
+        stored = config.algorithm.stored_latents(config.sampler.steps)
+        return 4 * (max(1, len(stored)) * size + 2)  # the image, or latents before it, and its key
     images = 2 * size * jnp.dtype(config.precision.trajectory).itemsize  # x, x_next
     mean = 4 * size if config.algorithm.stores_means else 0
     return config.noisy_steps * (images + mean + 4)  # log_prob

@@ -177,8 +177,7 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
             jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=group.replicated)
             for ids in rewards.tokenize(records)
         )
-        steps = config.algorithm.replayed_steps
-        shared = shared._replace(tokens=tokens, sigmas=largest.update(shape=(steps + 1,)))
+        shared = shared._replace(tokens=tokens, sigmas=sigmas)
     train_batch = TrainBatch(trained, shared, row, of_images, number)
     return system.trainer.trace_accumulate(system.start, system.base, train_batch)
 

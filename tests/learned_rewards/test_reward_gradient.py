@@ -1,4 +1,4 @@
-"""Gradients of rewards through the last sampling steps and the decoder, against torch's autograd."""
+"""Gradients of rewards through sampling steps and the decoder, against torch's autograd."""
 
 import copy
 import itertools
@@ -113,7 +113,7 @@ def by_torch(base, files, network, start, sigmas):
         v = velocity(network, x, sigma)
         with torch.no_grad():
             fixed = velocity(pipe.transformer, x, sigma)
-        kl = kl + ((v - fixed) ** 2).mean((1, 2, 3)) / (2 * sigma**2) / KEPT
+        kl = kl + ((v - fixed) ** 2).mean((1, 2, 3)) / (2 * sigma**2) / (len(sigmas) - 1)
         x = x + (following - sigma) * v
     settings = pipe.vae.config
     raw = x / settings.scaling_factor + settings.shift_factor
@@ -143,13 +143,17 @@ def compared(base, files):
     state = dict(network.named_parameters())  # without the positions, which are never trained
     tuned = {"transformer": parity.to_flax(state, system.start["transformer"], lists)}
     sigmas = [float(sigma) for sigma in trajectory.sigmas[-1 - KEPT :]]
-    terms, gradients = by_torch(base, files, network, trajectory.kept, sigmas)
-    expected = parity.to_flax(gradients, tuned["transformer"], lists)
-    return found, system, prompts, images, tuned, trajectory, (terms, {"transformer": expected})
+
+    def torchs(start, sigmas):
+        terms, gradients = by_torch(base, files, network, start, sigmas)
+        return terms, {"transformer": parity.to_flax(gradients, tuned["transformer"], lists)}
+
+    expected = torchs(trajectory.stored[:, 0], sigmas)
+    return found, system, prompts, images, tuned, trajectory, expected, torchs
 
 
 def test_the_gradient_is_torchs(compared):
-    _, system, prompts, images, tuned, _, (terms, expected) = compared
+    _, system, prompts, images, tuned, _, (terms, expected), _ = compared
     means, found = gradient(system, prompts, images, tuned)
     assert means == pytest.approx(terms | {"weight": 1.0}, rel=1e-4)
     assert terms["kl"] > 1e-4
@@ -170,23 +174,39 @@ def test_excluded_images_have_no_gradient(compared):
 
 def test_the_stored_latents_lead_to_the_sampled_images(compared):
     """Two Euler steps further are the trajectory's last latents."""
-    _, system, prompts, _, _, trajectory, _ = compared
+    _, system, prompts, _, _, trajectory, *_ = compared
     weights, conditioning = system.rollout_weights(system.start), prompts.at(jnp.asarray(ROWS))
     velocity = system.policy.velocity(weights.tuned, weights.base, *conditioning)
-    x, sigmas = trajectory.kept, trajectory.sigmas[-1 - KEPT :]
+    x, sigmas = trajectory.stored[:, 0], trajectory.sigmas[-1 - KEPT :]
     for sigma, following in itertools.pairwise(sigmas):
         x = x + (following - sigma) * velocity(x, jnp.full(4, sigma))
     np.testing.assert_allclose(x, trajectory.latents, atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [dict(data=2, fsdp=1), dict(data=1, fsdp=2)], ids=["data", "fsdp"])
-def test_the_gradient_is_that_of_one_device(base, files, compared, mesh):
+def test_a_predicted_image_has_torchs_gradient(base, files, compared):
+    """ReFL at the last step; the surrogates are compared with the authors' code in tests/algorithms."""
+    *_, tuned, _, _, torchs = compared
+    algorithm = dict(name="refl", last_steps=1, kl_coefficient=KL)
+    _, system = system_of(config(base, files, algorithm=algorithm))
+    prompts, trajectory, images = sampled(system)
+    assert images.samples.x0.shape[:2] == (4, STEPS + 1)
+    np.testing.assert_array_equal(images.samples.x0[:, -1], trajectory.latents)
+    sigmas = [float(sigma) for sigma in trajectory.sigmas[-2:]]
+    terms, expected = torchs(images.samples.x0[:, -2], sigmas)
+    means, found = gradient(system, prompts, images, tuned)
+    assert means == pytest.approx(terms | {"weight": 1.0}, rel=1e-4)
+    error, path = parity.worst(found, expected, whole=True)
+    assert error < 1e-3, path
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_one_device(base, files, compared):
     _, alone, prompts, images, tuned, *_ = compared
     expected_means, expected = gradient(alone, prompts, images, tuned)
     rules = ((".*", "fsdp"),)
-    placement = dict(rollout=dict(data=0), trainer=mesh, rules=rules)
-    _, system = system_of(config(base, files, placement=placement), 2)
+    placement = dict(rollout=dict(data=0), trainer=dict(data=2, fsdp=2), rules=rules)
+    _, system = system_of(config(base, files, placement=placement, trainer__micro_batch=4), 4)
     split = jax.device_get((prompts, images.samples, images.sigmas))
     moved = images._replace(samples=split[1], sigmas=split[2])
     means, found = gradient(system, split[0], moved, tuned)
@@ -197,17 +217,27 @@ def test_the_gradient_is_that_of_one_device(base, files, compared, mesh):
 # -------------------------------------------------------------------------------------------- runs
 
 
+ALGORITHMS = {  # with the number of latents that are stored for an image
+    "reward_gradient": (dict(gradient_steps=KEPT), 1),
+    "flowbp_bridge": (dict(gradient_steps=3, detach_unconditional=True), STEPS + 1),
+}
+
+
 @pytest.mark.slow
-def test_a_run_differentiates_the_reward_that_it_reports(base, files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_run_differentiates_the_reward_that_it_reports(base, files, tmp_path, monkeypatch, name):
     """Without rounding to bytes. A planner's program has the shapes of the run's."""
+    fields, stored = ALGORITHMS[name]
     # Random weights do not pass them.
     monkeypatch.setattr("digen_jax.runtime.sampling.run_sanity_checks", lambda *_: None)
-    c = config(base, files, lora=dict(rank=4, alpha=8.0, targets=TARGETS))
+    algorithm = dict(name=name, kl_coefficient=KL, **fields)
+    lora = dict(rank=4, alpha=8.0, targets=TARGETS)
+    c = config(base, files, algorithm=algorithm, lora=lora, sampler__guidance=2.0)
     found = fit_config(load_config(c), 1)
     outline = assemble.outline(found, jax.devices()[:1])
     assert trace_gradient(outline, found, 4).out_info.gradient is not None
     latent = outline.policy.family.latent_shape(found.model.size)
-    assert stored_bytes(found, latent) == 4 * (np.prod(latent) + 2)
+    assert stored_bytes(found, latent) == 4 * (stored * np.prod(latent) + 2)
     train(found, tmp_path / "run")
     lines = [line for line in metrics(tmp_path / "run") if "trained_reward" in line]
     assert len(lines) == 2
@@ -223,6 +253,9 @@ def test_a_run_differentiates_the_reward_that_it_reports(base, files, tmp_path, 
         (dict(rewards=("jpeg_compressibility",)), "jpeg_compressibility', has no gradient"),
         (dict(sampler__kind="dpm2"), "config.sampler.kind is 'dpm2': set that to 'ode'"),
         (dict(algorithm__gradient_steps=5), "gradient_steps = 5 is more than"),
+        (dict(algorithm=dict(name="refl")), "last_steps = 11 is more than"),
+        (dict(algorithm=dict(name="flowbp_bridge")), "gradient_steps = 5 is more than"),
+        (dict(algorithm=dict(name="leap_align"), sampler__steps=1), "steps is 1: set that to 2"),
         (dict(advantages=dict(drop_zero_std=True)), "drop_zero_std = True selects some"),
         (dict(advantages=dict(best_and_worst=1)), "best_and_worst = 1 selects some"),
         (dict(model__frames=5), "not of clips"),

@@ -32,7 +32,8 @@ MESHES = {
     "time x tensor x sequence": dict(time=2, tensor=2, sequence=2),
     "sequence": dict(sequence=4),
     "tensor x sequence": dict(data=2, tensor=2, sequence=2),
-    **{f"two of {axis}": {axis: 2} for axis in ("fsdp", "tensor", "sequence")},
+    "two of fsdp": dict(fsdp=2),
+    "two of tensor and sequence": dict(tensor=2, sequence=2),
 }
 VIDEO = dict(wan=wan_folder, hunyuan=hunyuan_folder)
 # Models of clips that start with an image.
@@ -148,9 +149,9 @@ def result(base):
         ("hunyuan", "full", "time x tensor x sequence"),
         ("hunyuan", "lora", "data x fsdp x tensor"),
         *(
-            (family, "lora" if family == "image" else "full", f"two of {axis}")
+            (family, "lora" if family == "image" else "full", f"two of {axes}")
             for family in sorted(STARTED)
-            for axis in ("fsdp", "tensor", "sequence")
+            for axes in ("fsdp", "tensor and sequence")
         ),
     ],
 )

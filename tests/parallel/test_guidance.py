@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax import policies
+from digen_jax.algorithms.reward_gradient import Refl
 from digen_jax.diffusion.sampling import start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -97,6 +98,13 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
     )
     reference = policy.reference(base, rows, prompts.null)(x, jnp.ones(2))
     np.testing.assert_allclose(reference, W * (c * x + e), rtol=1e-6)
+    # v = s (c x + e) + (1 - s) (null x + e) with the gradient of the first summand.
+    policy = policies.trained_policy(policy, Refl(detach_unconditional=True))
+    scale = 5.0 if policy.sequences == 2 else 1.0
+    detached = jax.value_and_grad(total)(tuned)
+    conditional = scale * (PROMPT * (0.5 - 2.0) + 2 * e)
+    found = detached[0], detached[1]["transformer"]["w"]
+    np.testing.assert_allclose(found, [W * by_hand, conditional], rtol=1e-6)
 
     keys = jax.random.split(jax.random.key(1), 2)
     trajectory = sampler.generate(weights, prompts, np.zeros(2, np.int32), keys)
