@@ -174,8 +174,8 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
     shared = SharedInputs(prompts, largest)
     if (rewards := system.trainer.rewards) is not None:
         tokens: Any = tuple(
-            jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=group.replicated)
-            for ids in rewards.tokenize(records)
+            jax.ShapeDtypeStruct((len(records), one.tokens), np.int32, sharding=group.replicated)
+            for one, _ in rewards.scorers
         )
         shared = shared._replace(tokens=tokens, sigmas=sigmas)
     train_batch = TrainBatch(trained, shared, row, of_images, number)

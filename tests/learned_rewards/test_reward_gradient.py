@@ -247,6 +247,14 @@ def test_a_run_differentiates_the_reward_that_it_reports(base, files, tmp_path, 
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-9) and lines[1]["kl"] > 0
 
 
+@pytest.mark.slow
+def test_without_files_the_published_reward_is_planned_with(base, files):
+    c = config(base, files, rewards=(dict(name="pickscore", settings=dict(folder="o/x")),))
+    found = fit_config(load_config(c), 1)
+    outline = assemble.outline(found, jax.devices()[:1])
+    assert trace_gradient(outline, found, 4).out_info.gradient is not None
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
