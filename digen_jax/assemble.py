@@ -68,6 +68,11 @@ def load_system(
     with prefix_errors("config.model.folder: "):
         check_parts(family, parts.folder, frozen)
     encoded = encoded or _stored_prompts(config, parts.folder, family)
+    given = None
+    if config.algorithm.given_images:
+        from digen_jax.prompt_store import stored_latents  # only such runs need it
+
+        given = stored_latents(config, parts.folder, family)
     start, base = _read_trained(config, parts, placement.trainer)
     rewards = None
     if config.algorithm.differentiates_rewards:
@@ -78,7 +83,7 @@ def load_system(
         system = connect(config, placement, family, start, base, frozen, encoded, rewards)
         if parts.mesh is not None:
             system = system.with_scorers(read_scorers(config, placement.rollout))
-        return system
+        return system._replace(given=given)
     policy = policies.make_policy(config, family)
 
     def sampling_on(group: DeviceGroup) -> Rollout:
@@ -368,4 +373,6 @@ def train_prompts(config: TrainConfig) -> PromptBatches:
 
 def held_out_prompts(config: TrainConfig) -> list[dict[str, Any]]:
     """Returns the prompt records of a run's evaluations."""
+    if not config.rewards:  # no evaluation
+        return []
     return read_prompt_file(config.evaluation.prompts)[: config.evaluation.images or None]

@@ -138,6 +138,11 @@ def resize_image(image: Image.Image, height: int, width: int) -> UInt8[np.ndarra
     return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
 
 
+def crop_image(image: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Returns the center of an image, resized to cover a size with its aspect ratio kept."""
+    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS))
+
+
 def black_image(height: int, width: int) -> Image.Image:
     """Returns a black image."""
     return Image.new("RGB", (width, height))

@@ -74,6 +74,8 @@ def load(name, *argument):
         config.rewards = default_config().rewards
         if config.advantages.combine != "rewards":
             config.rewards += ("jpeg_incompressibility",)
+    elif name == "shapes_pairs":
+        config.prompts.file = str(GENEVAL.with_name("pairs.jsonl"))
     elif "prompts" in config and not config.prompts.file:
         config.prompts.file = config.evaluation.prompts = str(GENEVAL)
     return config

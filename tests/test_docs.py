@@ -37,9 +37,9 @@ def stand_ins(tmp_path, monkeypatch):
     files = {name: tmp_path / name for name in ("my_prompts.txt", "train.txt", "test.txt")}
     for file in files.values():
         file.write_text('a photo of a red star that says "star"\n')
-    edits = {
-        name: str(ROOT / "tests" / "data" / "edits.jsonl") for name in ("train.jsonl", "test.jsonl")
-    }
+    data = ROOT / "tests" / "data"
+    edits = {name: str(data / "edits.jsonl") for name in ("train.jsonl", "test.jsonl")}
+    edits["runs/pairs-data/pairs.jsonl"] = str(data / "pairs.jsonl")
     blocks = [text for found in PAGES.values() for _, text in found.fences]
     blocks = [text for text in blocks if text.startswith(f"# {MODULE}.py\n")]
     (tmp_path / f"{MODULE}.py").write_text("\n".join(blocks))

@@ -138,6 +138,9 @@ class Algorithm:
     stores_means: bool = False  # the sampler must store the means of x_next
     # one call of the loss needs all trained steps of an image
     needs_full_trajectories: bool = False
+    # fields of a prompt record that name the image files of its group, the best first, which train instead of sampled
+    # images; empty: images are sampled
+    given_images: tuple[str, ...] = ()
     set_steps: int = 0  # of a fixed set that the policy before tuning samples; 0: no set
     times: Times | None = None  # noise levels of "matching"
 

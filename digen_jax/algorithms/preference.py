@@ -1,8 +1,8 @@
 """Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
 
 Online, the pairs are the best and the worst image of each group by advantage, which the config's section
-`advantages` computes from the rewards. Offline, they come from a set that is generated once. The loss is the
-same. The caller chooses the behavior policy and the reference: Flow-GRPO's public code samples from the
+`advantages` computes from the rewards. Offline, they come from a set that is generated once, or are the user's own.
+The loss is the same. The caller chooses the behavior policy and the reference: Flow-GRPO's public code samples from the
 reference, which it keeps, or occasionally renews from the trained policy.
 """
 
@@ -40,6 +40,8 @@ class DiffusionDPO(Matching):
     images_per_sample: ClassVar[int] = 2
     ranks: ClassVar[bool] = True
 
+    # whether the pairs are image files, which the fields "chosen" and "rejected" of prompts name, instead of samples
+    from_files: bool = False
     beta: PositiveFloat = 100.0  # inverse temperature of the preference; beta T omega in the paper
     # offline training: number of steps whose images form the fixed set; 0 means online
     set_steps: Count = 0
@@ -53,6 +55,19 @@ class DiffusionDPO(Matching):
     def terms(self) -> tuple[str, ...]:
         """Names of the terms that `diffusion_dpo_loss` returns."""
         return "loss", "margin", "accuracy", "preferred_error", "dispreferred_error"
+
+    @property
+    def given_images(self) -> tuple[str, ...]:
+        """Fields of a prompt record that name its two images."""
+        return ("chosen", "rejected") if self.from_files else ()
+
+    def check(self) -> None:
+        """Raises ValueError for a fixed set of sampled images if the images are files."""
+        super().check()
+        if self.from_files and self.set_steps:
+            raise ValueError(
+                f"set_steps is {self.set_steps}, but from_files trains image files, not a set of samples: set it to 0"
+            )
 
     @property
     def reads_reference(self) -> bool:

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from digen_jax.algorithms.losses import choose_old_log_probs
 from digen_jax.checkpoints.quantization import LARGEST
 from digen_jax.config.fields import flat
+from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig, algorithm_class
 from digen_jax.diffusion.noising import ScheduleTimes
 from digen_jax.diffusion.schedule import share_of_timesteps
@@ -91,6 +92,7 @@ def check_rules(config: TrainConfig) -> None:
             _check_lora_start,
             _check_quantized,
             _check_watched_reward,
+            _check_given_images,
             _check_advantages,
             _check_sampler,
             _check_incomplete_groups,
@@ -276,6 +278,38 @@ def _check_advantages(config: TrainConfig) -> None:
         raise ConfigError(
             f"{given} compares the same steps of a group's images, but config.sampler.window.timestep_fraction = "
             f"{fraction} trains other steps of each: set that to 1, or config.advantages.kl_reward to 0"
+        )
+
+
+def _check_given_images(config: TrainConfig) -> None:
+    """Refuses groups that are not those of image files, and settings of sampled images without an effect."""
+    given, images = config.algorithm.given_images, config.batch.images
+    if not given:
+        return
+    named = f"config.algorithm.name = {config.algorithm.name!r} trains image files"
+    if images != len(given):
+        raise ConfigError(
+            f"config.batch.images = {images}, but {named}, of which each line of the prompt file names "
+            f"{' and '.join(given)}: set it to {len(given)}"
+        )
+    idle = {
+        "runtime.max_candidates": 0,
+        "runtime.max_policy_lag": 0,
+        "advantages.baseline": "group_mean",
+        "advantages.drop_zero_std": False,
+        "advantages.best_and_worst": 0,
+    }
+    for field, value in idle.items():
+        if (found := operator.attrgetter(field)(config)) != value:
+            raise ConfigError(
+                f"config.{field} = {found!r} is for sampled images, but {named}: set it to {value!r}"
+            )
+    if config.model.frames > 1:
+        raise ConfigError(f"{named}, not clips: set config.model.frames to 1")
+    if config.placement.mode == AUTO:
+        raise ConfigError(
+            f"config.placement = 'auto' measures sampling, but {named}: give the meshes, such as "
+            "config.placement.rollout.data = 0 and config.placement.trainer.data"
         )
 
 
@@ -476,7 +510,8 @@ def _check_algorithm(config: TrainConfig) -> None:
         if config.runtime.max_incomplete_groups:
             batch = config.batch
             algorithm.check_early_training(config.advantages, batch.images, batch.groups)
-    if config.batch.images == 1 and not algorithm.differentiates_rewards:
+    alone = algorithm.differentiates_rewards or bool(algorithm.given_images)
+    if config.batch.images == 1 and not alone:
         raise ConfigError(
             "config.batch.images is 1, so there is nothing to compare an image with: set it to 2 or more"
         )

@@ -164,13 +164,16 @@ def _typed(config: ConfigDict) -> TrainConfig:
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     sections = {name: _section(default, config[name]) for name, default in defaults.items()}
     sections["rewards"] = rewards = tuple(map(_reward, config.rewards))
+    raw = config.algorithm.to_dict()
+    algorithm = _algorithm(raw, sections)
     weights = tuple(weight for one in rewards for weight in one.weights)
     clips = tuple(clip for one in rewards for clip in one.clips)
+    if algorithm.given_images:  # rewards score only evaluations
+        weights, clips = (1.0,), ()
     sections["advantages"] = dataclasses.replace(
         sections["advantages"], reward_weights=weights, reward_clips=clips if any(clips) else ()
     )
-    raw = config.algorithm.to_dict()
-    return TrainConfig(**sections, algorithm=_algorithm(raw, sections), algorithm_section=raw)
+    return TrainConfig(**sections, algorithm=algorithm, algorithm_section=raw)
 
 
 def _section(default: Any, given: Any) -> Any:
@@ -306,7 +309,7 @@ def check_machine(config: TrainConfig, devices: int) -> None:
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Refuses a config without a model folder, readable prompt files and a reward.
+    """Refuses a config without a model folder, readable prompt files and a reward, which image files do not need.
 
     Reads the files and imports the reward.
 
@@ -318,6 +321,10 @@ def check_inputs(config: TrainConfig) -> None:
         "evaluation.prompts": tuple(filter(None, [config.evaluation.prompts])),
     }
     given = {"model.folder": config.model.folder, "rewards": config.rewards, **files}
+    images = config.algorithm.given_images
+    if images and not config.rewards:  # no evaluation
+        files.pop("evaluation.prompts")
+        del given["rewards"], given["evaluation.prompts"]
     read: Any = read_prompt_file
     if config.model.source:
         read = functools.partial(check_images, count=config.model.source_images)
@@ -333,7 +340,11 @@ def check_inputs(config: TrainConfig) -> None:
             for file in paths:
                 with one(), prefix_errors(f"config.{name}: "):
                     read(file)
-                    check_named(file, config.rewards, name != "evaluation.prompts")
+                    training = name != "evaluation.prompts"
+                    if training and images:
+                        check_images(file, fields=images)
+                        continue
+                    check_named(file, config.rewards, training)
                     check_needs([file], needs_of(config.rewards))
 
 

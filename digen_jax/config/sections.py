@@ -117,7 +117,7 @@ class PromptsSection:
 
     # prompt file: one prompt per line (.txt), or one JSON object with a "prompt" per line (.jsonl), as in GenEval;
     # optional fields are "negative_prompt", for the unconditional pass, and "image", the path of an image to edit,
-    # relative to the file
+    # relative to the file; "chosen" and "rejected" are the images of algorithms that train image files
     file: str = "assets/prompts/shapes_train.jsonl"
     # several prompt files instead of `file`; on the command line, repeat the option. Each step samples groups from all
     # of them, and rewards receive the prompt's file as "prompt_file" in the metadata
@@ -155,9 +155,8 @@ class BatchSection:
 
     # groups per step; a group is the images of one prompt
     groups: Annotated[int, Range(1, 10**5)] = 12
-    images: Annotated[int, Range(1, 10**4)] = (
-        12  # images per group; 1 only for gradients of rewards
-    )
+    # images per group; 1 only for gradients of rewards and sft; with image files their number in a line
+    images: Annotated[int, Range(1, 10**4)] = 12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ ALGORITHMS = {
     "crd": "digen_jax.algorithms.crd:CRD",
     "dgpo": "digen_jax.algorithms.dgpo:DGPO",
     "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
+    "sft": "digen_jax.algorithms.sft:SFT",
     "reward_gradient": "digen_jax.algorithms.reward_gradient:RewardGradient",
     "refl": "digen_jax.algorithms.reward_gradient:Refl",
     "leap_align": "digen_jax.algorithms.flowbp:LeapAlign",

@@ -22,8 +22,10 @@ LISTED = 10  # unknown words in a warning
 WORD = re.compile(r"[^\W_]+")
 
 
-def check_images(path: Path, count: int = 1) -> None:
+def check_images(path: Path, count: int = 1, fields: Sequence[str] = ()) -> None:
     """Reads the images to edit of a prompt file. Every record must have `count`.
+
+    With `fields` reads the images that these name instead, such as "chosen".
 
     Raises:
       FileNotFoundError: The prompt file does not exist.
@@ -32,7 +34,7 @@ def check_images(path: Path, count: int = 1) -> None:
     numbered = numbered_records(path)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # Pillow releases the GIL while decoding
         errors = pool.map(
-            functools.partial(_image_error, count), [record for _, record in numbered]
+            functools.partial(_image_error, count, fields), [record for _, record in numbered]
         )
         for (number, _), error in zip(numbered, errors, strict=True):
             if error:
@@ -40,11 +42,17 @@ def check_images(path: Path, count: int = 1) -> None:
                 raise ValueError(f"{path}, line {number}: {error}")
 
 
-def _image_error(count: int, record: Record) -> str | None:
-    images = source_images(record)
+def _image_error(count: int, fields: Sequence[str], record: Record) -> str | None:
+    images = [record.get(field) for field in fields] or source_images(record)
+    for field, image in zip(fields, images, strict=False):
+        if not isinstance(image, str) or not image.strip():
+            what = "missing" if image is None else f"{image!r}"
+            return (
+                f'"{field}" is {what}; give the path of an image file, relative to the prompt file'
+            )
     if not images or not all(isinstance(image, str) and image.strip() for image in images):
         return '"image" is missing; give the path of the image to edit, relative to the prompt file'
-    if len(images) != count:
+    if len(images) != count and not fields:
         return f'"image" has {len(images)} images, but config.model.source_images is {count}'
     try:
         for image in images:

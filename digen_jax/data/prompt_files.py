@@ -36,6 +36,7 @@ LISTED = 3  # maximum number of line numbers in a message, to fit a terminal lin
 # Fields added to records.
 SERIAL, PROMPT_FILE = "serial", "prompt_file"
 RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
+IMAGES = "image", "chosen", "rejected"  # fields with paths of images
 # Labels of evaluation prompts in a run's output.
 HELD_OUT, TRAINING = "held-out prompts", "training prompts"
 
@@ -48,8 +49,9 @@ def read_prompt_file(path: Path) -> list[Record]:
     empty string, is the prompt of the unconditional pass. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv
     2310.11513) are validated if present: `tag`, a string; `include` and `exclude`, lists of objects with `class`,
     `count` and optionally `color` and `position` = [relation, index of an earlier `include`]. `image` is a URL or the
-    path of an image to edit, relative to the file's folder. All other fields are kept unchanged. `path` may also name
-    a dataset, with rows as lines: see `datasets`.
+    path of an image to edit, relative to the file's folder, as are `chosen` and `rejected`, the images of algorithms
+    that train image files. All other fields are kept unchanged. `path` may also name a dataset, with rows as lines: see
+    `datasets`.
 
     Raises:
       FileNotFoundError: The file does not exist.
@@ -98,14 +100,14 @@ def _parse(path: str, content: bytes) -> list[tuple[int, Record]]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         if record is not None:
-            records.append((number, _with_image_path(path, record)))
+            records.append((number, _with_image_paths(path, record)))
     if not records:
         raise ValueError(f"{path} holds no prompt: write at least one line.")
     return records
 
 
-def _with_image_path(path: Path, record: Record) -> Record:
-    """Returns a record with `image` relative to the working directory instead of the prompt file's folder."""
+def _with_image_paths(path: Path, record: Record) -> Record:
+    """Returns a record whose image paths are relative to the working directory instead of the prompt file's folder."""
 
     def located(image: Any) -> Any:
         if isinstance(image, list):
@@ -114,9 +116,9 @@ def _with_image_path(path: Path, record: Record) -> Record:
             return image
         return str(pathlib.Path(path).parent / in_home(image))
 
-    if "image" not in record or is_dataset(path):
+    if is_dataset(path):
         return record
-    return record | {"image": located(record["image"])}
+    return record | {field: located(record[field]) for field in IMAGES if field in record}
 
 
 def first_negative(path: Path) -> str | None:

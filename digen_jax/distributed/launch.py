@@ -57,6 +57,11 @@ def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
     rollout, trainer = config.placement.meshes
     if place != (None, None, None):
         raise ConfigError("--ray starts all processes: omit --coordinator, --processes, --process")
+    if config.algorithm.given_images:
+        raise ConfigError(
+            f"config.algorithm.name = {config.algorithm.name!r} trains image files, which Ray's workers do not read: "
+            "omit --ray"
+        )
     if config.placement.mode == AUTO:
         raise ConfigError(
             "config.placement.mode = 'auto' plans for one process: with --ray set the sizes in "

@@ -114,7 +114,8 @@ class RunLog:
             print(f"continuing after step {done}", flush=True)
         else:
             prompts = f"{len(self._held_out)} {self._prompts}"
-            print(f"compiling, and evaluating the model before training on {prompts}", flush=True)
+            evaluating = f", and evaluating the model before training on {prompts}"
+            print(f"compiling{evaluating * bool(self._held_out)}", flush=True)
         for change in changed:
             print(f"changed from step {done + 1} on: {change}", flush=True)
         record_start(self._workdir, done, changed)
@@ -176,7 +177,8 @@ class RunLog:
         if self._steps == ADVICE_STEP and not self._on_cpu and (advice := advice_on_waits(line)):
             self._progress.note(advice)
         unit = "clips" if self._config.model.frames > 1 else "images"
-        self._progress.update(done, line["reward"], speed(line, unit, self._on_cpu))
+        metric = "reward" if "reward" in line else "loss"  # of images from files
+        self._progress.update(done, line[metric], speed(line, unit, self._on_cpu), metric)
 
     def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
         """Appends work and waits of the workers to the timeline; see `step` for `clock`."""
@@ -240,6 +242,9 @@ class RunLog:
 
     def results(self) -> None:
         """Prints the results and plots the curve."""
+        if not self._held_out:
+            print(files_table(self._workdir))
+            return
         if (found := self._first_and_last()) is None:
             print(f"{self._folder / 'before.npz'} is missing or damaged: there is no comparison")
         else:
@@ -257,6 +262,8 @@ class RunLog:
     def _plot_curve(self) -> None:
         metrics = read_metrics(self._workdir / "metrics.jsonl")
         curves = {"training": "reward", self._prompts: "evaluation/reward"}
+        if self._config.algorithm.given_images:
+            del curves["training"]
         plot_curves(metrics, curves, self._folder / "curve.png")
 
     def _save_image(self, image: Any, name: str, step: int | None = None) -> None:

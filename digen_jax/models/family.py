@@ -237,6 +237,15 @@ class Family(Protocol):
     ) -> Float[Array, "b t H W 3"]:
         """Returns clips in [0, 1]; a long clip is decoded a few frames at a time."""
 
+    def encode_images(
+        self, params: Params, images: Float[Array, "b H W 3"]
+    ) -> Float[Array, "b *latent"]:
+        """Returns the latents of images in [0, 1]: the means, without noise; the inverse of `decode`.
+
+        Raises:
+          ValueError: the family generates clips only.
+        """
+
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
         """Returns FLOPs of a forward pass of one sequence through each component in it, by the family's streams.
 

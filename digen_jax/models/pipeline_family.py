@@ -354,6 +354,13 @@ class PipelineFamily:
         """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_kl.decode_images(self.vae, params["vae"], latents)[:, None]
 
+    @exact_products
+    def encode_images(
+        self, params: Params, images: Float[Array, "b H W 3"]
+    ) -> Float[Array, "b *latent"]:
+        """Returns the latents of images in [0, 1]: the means, without noise."""
+        return autoencoder_kl.encode_images(self.vae, params["vae"], images)
+
     def complete(
         self, latents: Float[Array, "b *latent"], conditioning: Conditioning
     ) -> Float[Array, "b *latent"]:

@@ -56,6 +56,27 @@ class Rollout(NamedTuple):
         return Rollout(sampler, evaluator, dtype, base, frozen, scorers)
 
 
+class GivenImages(NamedTuple):
+    """Image files that train instead of sampled images.
+
+    Attributes:
+      fields: Fields of a prompt record that name the files of its group, the best first.
+      read: Returns the latents of files, on the host.
+    """
+
+    fields: tuple[str, ...]
+    read: Callable[[Sequence[str]], Float32[np.ndarray, "n *latent"]]
+
+    def latents(self, records: Sequence[Record]) -> Float32[np.ndarray, "n *latent"]:
+        """Returns the latents of complete groups; each record is repeated for the images of its group."""
+        count = len(self.fields)
+        return self.read([record[self.fields[i % count]] for i, record in enumerate(records)])
+
+    def scores(self, images: int) -> Float32[np.ndarray, "n 1"]:
+        """Returns 1 for the best image of each group, and 0 for the others."""
+        return (np.arange(images) % len(self.fields) == 0).astype(np.float32)[:, None]
+
+
 class System(NamedTuple):
     """Components of a training run, with loaded parameters."""
 
@@ -73,6 +94,7 @@ class System(NamedTuple):
     trainers: tuple[Trainer, ...] = ()  # of the further training meshes
     # Updates all parameters, on one mesh of all training devices. None means that `trainer` updates.
     joint_trainer: Trainer | None = None
+    given: GivenImages | None = None  # None means that images are sampled
 
     @property
     def updater(self) -> Trainer:

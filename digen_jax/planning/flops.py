@@ -207,7 +207,8 @@ class RunFlops(NamedTuple):
         size, steps = config.model.size, config.sampler.steps
         evaluated = evaluation_policy(config, policy.family)
         evaluation = config.evaluation_size, config.evaluation_steps
-        found = [sampling_work(policy, size, steps, 1, config.noisy_steps)]
+        sampled = 0 if config.algorithm.given_images else 1
+        found = [sampling_work(policy, size, steps, sampled, config.noisy_steps)]
         found += [sampling_work(evaluated, *evaluation, 1)]
         samples = trained_samples(config)
         found += [training_work(config, policy.family, samples, update) for update in (0, 1)]

@@ -234,15 +234,17 @@ class Progress:
             bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}{postfix}",
         )
 
-    def update(self, step: int, reward: SupportsFloat, speed: Sequence[str]) -> None:
-        """Shows progress after `step` steps, with the reward and the speed of the last one.
+    def update(
+        self, step: int, value: SupportsFloat, speed: Sequence[str], name: str = "reward"
+    ) -> None:
+        """Shows progress after `step` steps, with the value of a metric `name` and the speed of the last one.
 
         `speed` has texts, the most important first; the last ones are omitted next to a bar if space is short.
         """
         now = time.monotonic()
         # The first step is mostly compilation, so the estimate ignores it.
         self._first = self._first or (step, now)
-        numbers = [f"reward {float(reward):.3f}", *speed]
+        numbers = [f"{name} {float(value):.3f}", *speed]
         if step > self._first[0]:
             seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
             numbers.append(f"{tqdm.format_interval(seconds)} left")

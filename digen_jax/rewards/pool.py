@@ -331,6 +331,10 @@ class RewardPool:
         canceled.cancel()
         return canceled
 
+    def later(self, result: Any) -> Future:
+        """Returns a future of a known result, which is set by a thread of the pool."""
+        return self._threads.submit(lambda: result)
+
     def score(self, *batch: Any) -> rewards.Scores:
         """Returns the scores of a batch; see `submit`. Retries failed rewards, then raises `final_error`."""
         return self.retry(lambda: self.submit(*batch)).scores

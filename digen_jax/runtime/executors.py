@@ -77,7 +77,7 @@ class Executors:
         settings = self.settings = self.steps.settings
         self._scores: dict[int, StepScores] = {}
         self._names = tuple(name for one in config.rewards for name in one.entries.values())
-        self._weights = system.advantages.reward_weights
+        self._weights = tuple(weight for one in config.rewards for weight in one.weights)
         # Scored chunks of evaluations, by version and index.
         self._evaluations = defaultdict[int, dict[int, ScoredChunk]](dict)
         self._transfer = transfer or ArrayTransfer()
@@ -160,7 +160,7 @@ class Executors:
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
         scorers = mesh_rewards(self._config.rewards, rollout.scorers)
-        data = self.steps, self._transfer, scorers, self._weights
+        data = self.steps, self._transfer, scorers, self._weights, self.system.given
         return SamplingExecutor(name, rollout, *data)
 
     def sampling(self, worker: str) -> SamplingExecutor:
@@ -326,6 +326,8 @@ class Executors:
             executor.end_step(ended)
         self._transfer.end_step(ended)
         self.extremes = scores.extremes(self.settings.shown_images)
+        if self.system.given is not None:
+            return self.trainer.metrics()
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
 

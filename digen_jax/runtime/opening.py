@@ -233,7 +233,7 @@ def open_system(
     log: CommandBroadcast | FollowedLog,
     trainer: Sequence[jax.Device] | None = None,
 ) -> tuple[System, Any]:
-    """Tests the rewards, encodes prompts if they are precomputed, and loads the model.
+    """Tests the rewards, encodes prompts if they are precomputed and images if files train, and loads the model.
 
     All processes of the trainer call it. `trainer` are its devices if other workers sample; None means that all devices
     sample and train.
@@ -249,12 +249,16 @@ def open_system(
     first, rewards = isinstance(log, CommandBroadcast), None
     with ExitStack() as failing:  # closes the reward processes, also after Ctrl-C
         with log.stage("try"):
-            encoding, done = None, checkpoints.oldest() or 0
+            encodings, done = [], checkpoints.oldest() or 0
             parts = open_parts(config, devices, mesh)
             if is_precomputed(config, parts.family):
                 from digen_jax.precompute import find_missing, reached  # few runs need it
 
-                encoding = find_missing(config, parts, reached(config, done))
+                encodings.append(find_missing(config, parts, reached(config, done)))
+            if config.algorithm.given_images:
+                from digen_jax.precompute import find_missing_latents  # few runs need it
+
+                encodings.append(find_missing_latents(config, parts))
             scorers = () if mesh else read_scorers(config, parts.placement.rollout)
             if first:
                 rewards = open_rewards(config)
@@ -263,7 +267,7 @@ def open_system(
             try_scorers(config, scorers)
             if first:
                 print_warnings(config, parts.family)
-        if encoding is not None:
+        for encoding in encodings:
             with log.collective():
                 encoding.run()
         with log.stage("built"):

@@ -8,16 +8,17 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
 
 from digen_jax import rewards
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
-from digen_jax.diffusion.sampling import Trajectory
+from digen_jax.diffusion.sampling import Trajectory, Transitions
 from digen_jax.errors import DivergedError
 from digen_jax.images import middle_frames, reward_input
 from digen_jax.logging.evaluation import submit_image_stats
@@ -25,7 +26,7 @@ from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
 from digen_jax.parallel.policy import EncodedPrompts
 from digen_jax.parallel.sampler import Weights, fetch_clips, sample_fixed
-from digen_jax.parallel.system import Rollout
+from digen_jax.parallel.system import GivenImages, Rollout
 from digen_jax.rewards.built_in import mesh_rewards, resolve
 from digen_jax.rewards.dry_run import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
@@ -80,7 +81,8 @@ class SamplingExecutor:
 
     Results are stored until they are fetched: images to score in `images`, scores of the rewards on this mesh
     (`scorers`, by index into the run's rewards) in `answers`, samples for training in the transfer. `WorkerProxy` has
-    the same methods for a worker in another process. `reward_weights` has the weight of each column of scores.
+    the same methods for a worker in another process. `reward_weights` has the weight of each column of scores. `given`
+    are images that are trained instead of sampled ones; they are neither decoded nor scored by the rewards.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class SamplingExecutor:
         transfer: ArrayTransfer,
         scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
         reward_weights: Sequence[float] = (),
+        given: GivenImages | None = None,
     ):
         self.name, self.rollout = name, rollout
         self.devices = rollout.group.mesh.size
@@ -103,7 +106,7 @@ class SamplingExecutor:
         ] = {}  # of chunks in `images`, with `kl_reward`
         self.removed = False
         self._steps, self._transfer = steps, transfer
-        self._scorers, self._reward_weights = scorers, reward_weights
+        self._scorers, self._reward_weights, self._given = scorers, reward_weights, given
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
         self._trajectories: dict[Chunk, Trajectory] = {}
@@ -140,12 +143,22 @@ class SamplingExecutor:
             if step is None:
                 return
             cut = step.slice_of(chunk.index)
-            trajectory = self.rollout.sampler.generate(
-                received, self._prompts[chunk.step], step.rows[cut], *step.draws.subset(cut)
-            )
+            if self._given is not None:
+                trajectory = self._read_images(step.records_of(chunk.index))
+            else:
+                trajectory = self.rollout.sampler.generate(
+                    received, self._prompts[chunk.step], step.rows[cut], *step.draws.subset(cut)
+                )
         self._trajectories[chunk] = jax.block_until_ready(trajectory)
         if not chunk.evaluation and self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
+
+    def _read_images(self, records: list[dict[str, Any]]) -> Trajectory:
+        """Returns the latents of image files as the end of trajectories without transitions."""
+        group, none = self.rollout.group, jnp.zeros(0)
+        latents = put(cast(GivenImages, self._given).latents(records), group.batch)
+        sigmas = put(self.rollout.sampler.sigmas, group.replicated)
+        return Trajectory(latents, Transitions(none, none, none, none, none), sigmas)
 
     def decode(self, chunk: Chunk) -> None:
         """Decodes a chunk's images to the host, scores them by the rewards on this mesh, and offers its samples.
@@ -160,14 +173,17 @@ class SamplingExecutor:
             decoded = fetch_clips(self.rollout.evaluator.decode(self._fixed, trajectory))
             self._keep(chunk, decoded, self._steps.evaluated(chunk)[1])
             return
-        decoded = fetch_clips(self.rollout.sampler.decode(self._fixed, trajectory))
+        decoded = None
+        if self._given is None:
+            decoded = fetch_clips(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(chunk)
         if step is None or self.removed:  # dropped, or reassigned to another worker
             return
         if trajectory.kl is not None:
             self.kl[chunk] = fetch(trajectory.kl).T
         # Before the samples are offered, because scoring may fail.
-        self._keep(chunk, decoded, step.records_of(chunk.index))
+        if self._given is None:
+            self._keep(chunk, decoded, step.records_of(chunk.index))
         if self.removed:
             return
         keys = put(step.training_keys[step.slice_of(chunk.index)], self.rollout.group.batch)
@@ -193,6 +209,9 @@ class SamplingExecutor:
 
         The future raises DivergedError if an image has a NaN, and the errors of `RewardPool.submit`.
         """
+        if self._given is not None and not chunk.evaluation:
+            scores = self._given.scores(self._steps.settings.chunk_images)
+            return pool.later(ScoredChunk(rewards.Scores(scores, {}), scores[:, 0]))
         clips = self.images[chunk]
         if clips is None:
             return failed(DivergedError("an image of the trained model has a NaN"))
@@ -255,7 +274,8 @@ def open_rewards(config: TrainConfig) -> RewardPool:
     """
     found, settings = resolve(config.rewards, meshes=True), config.reward_pool
     seconds = functools.partial(time_limit, config.runtime.deadline)
-    pool = RewardPool(found, settings.processes, settings.retries, seconds)
+    processes = settings.processes if config.rewards else 0
+    pool = RewardPool(found, processes, settings.retries, seconds)
     try:
         run_sanity_checks(found, pool.score)
         try_files(config, pool.score)
@@ -270,7 +290,10 @@ def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
 
     `score` is a function such as `RewardPool.score`. Raises ConfigError; see `dry_run`.
     """
-    dry_run(score, read_prompt_files(config.prompts.paths), config.model.size)
+    if not config.rewards:
+        return
+    if not config.algorithm.given_images:  # else rewards score only evaluations
+        dry_run(score, read_prompt_files(config.prompts.paths), config.model.size)
     dry_run(score, [read_prompt_file(config.evaluation.prompts)], config.evaluation_size)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.algorithm import Matching
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.awm import AWM, awm_loss, matching_log_prob
 from digen_jax.algorithms.crd import CRD, crd_loss
 from digen_jax.algorithms.dgpo import DGPO, dgpo_loss
@@ -20,6 +20,7 @@ from digen_jax.algorithms.diffusion_nft import (
     reward_probabilities,
 )
 from digen_jax.algorithms.preference import DiffusionDPO, diffusion_dpo_loss, preference_pairs
+from digen_jax.algorithms.sft import SFT
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 GOLDEN, GROUPS = np.load(DATA / "flow_rl.npz"), np.load(DATA / "group_losses.npz")
@@ -194,6 +195,23 @@ def loss_of(fields, settings, trained=None):
     trained = jnp.ones(len(arrays["v"]), bool) if trained is None else trained
     (_, terms), gradient = value_and_gradient(arrays, trained, settings)
     return terms, gradient
+
+
+def test_sft_is_the_flow_matching_error_and_padding_adds_nothing():
+    v, target = np.random.default_rng(0).normal(size=(2, 3, 4, 5, 2)).astype(np.float32)
+    v[2], trained = np.inf, np.array([True, True, False])
+
+    def total(v):
+        given = target, target, target, np.ones(3), np.ones(3), trained
+        samples = MatchingSamples(*map(jnp.asarray, given))
+        terms = SFT().loss(samples, Velocities(v, None, None, None))
+        return terms["loss"].sum(), terms
+
+    (_, terms), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(v))
+    off = np.where(trained[:, None, None, None], np.float64(v) - target, 0)
+    np.testing.assert_allclose(terms["loss"], (off**2).mean((1, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(gradient, 2 * off / off[0].size, rtol=1e-5, atol=1e-8)
+    assert tuple(terms) == SFT().terms
 
 
 @pytest.mark.parametrize("name", SETTINGS)

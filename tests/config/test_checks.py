@@ -19,6 +19,10 @@ NFT, AWM, DPO, GROUPS = (
     FORWARD[name] for name in ("diffusion_nft", "awm", "diffusion_dpo", "dgpo")
 )
 
+FILES = DPO | dict(
+    algorithm=dict(name="diffusion_dpo", from_files=True), batch__groups=72, batch__images=2
+)
+
 
 def refused(config) -> str:
     """The sentence that refuses a config on 8 devices."""
@@ -253,6 +257,16 @@ def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
         (EARLY | dict(algorithm__ratio="guard", sampler__kind="flow"), "algorithm.ratio"),
         (EARLY | dict(algorithm__step_weight="longcat"), "algorithm.step_weight"),
         (dict(algorithm__step_weight="flash"), "algorithm.step_weight sampler.kind"),
+        (FILES | dict(batch__images=3, sampler__chunk=12), "batch.images algorithm.name"),
+        (FILES | dict(runtime__max_policy_lag=1), "runtime.max_policy_lag algorithm.name"),
+        (FILES | dict(runtime__max_candidates=99), "runtime.max_candidates algorithm.name"),
+        (FILES | dict(advantages__baseline="leave_one_out"), "advantages.baseline algorithm.name"),
+        (FILES | dict(model__frames=5), "algorithm.name model.frames"),
+        (FILES | dict(algorithm__set_steps=3), "algorithm.set_steps"),
+        (
+            FILES | dict(placement__mode="auto"),
+            "placement algorithm.name placement.rollout.data placement.trainer.data",
+        ),
         (EARLY | dict(advantages__ddof=1), "advantages.ddof"),
         (EARLY | dict(advantages__kl_reward=0.1), "advantages.kl_reward"),
         (NFT | dict(advantages__kl_reward=0.1), "advantages.kl_reward algorithm.name"),

@@ -140,6 +140,38 @@ def records_of(variant) -> list[dict]:
     return records
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("flux", "flux2", "zimage")))
+        for name in ("sd3", "flux", "flux2", "zimage", "qwen_image")
+    ],
+)
+def test_images_are_encoded_to_the_latents_that_the_pipelines_decoder_reads(base, name):
+    """Decoded again, they are what diffusers' autoencoder makes of the means of its own latents."""
+    spec = FAMILIES[name]
+    folder = spec.folder(base, spec.kinds[0])
+    family, params, _ = spec.ours(folder)
+    side = 2 * family.factor * family.patch
+    images = np.random.default_rng(0).uniform(size=(2, side, side, 3)).astype(np.float32)
+    latents = jax.jit(family.encode_images)(params, images)
+    assert latents.shape[1:] == family.latent_shape(Size(side, side))
+    found = jax.jit(family.decode)(params, latents)[:, 0]
+    vae, given = diffusers_pipeline(folder).vae, torch.tensor(images).movedim(-1, 1) * 2 - 1
+    with torch.no_grad():
+        given = given[:, :, None] if name == "qwen_image" else given
+        expected = vae.decode(vae.encode(given).latent_dist.mode()).sample
+    expected = expected[:, :, 0] if name == "qwen_image" else expected
+    close(found, (expected.movedim(1, -1) / 2 + 0.5).clamp(0, 1).numpy(), 1e-4)
+
+
+def test_families_of_clips_have_no_latents_of_images(base):
+    for spec in (wan.PIPELINE, hunyuan.PIPELINE, hunyuan15.PIPELINE):
+        family = load_family(spec.folder(base, spec.kinds[0]))
+        with pytest.raises(ValueError):
+            family.encode_images({}, np.zeros((1, 32, 32, 3), np.float32))
+
+
 # --------------------------------------------------------------------------------------- prompts
 
 

@@ -79,6 +79,17 @@ class Network(nn.Module):
         return dense(x.shape[-1], name="outside")(jnp.tanh(hidden)).astype(jnp.float32)
 
 
+def in_float64(params, x, sigma, prompt, pooled) -> np.ndarray:
+    """`Network` for one image, in numpy."""
+    p = jax.tree.map(np.float64, params)
+
+    def dense(name, a):
+        return a @ p[name]["kernel"] + p[name]["bias"]
+
+    text, time = dense("text", prompt.mean(0) + pooled), dense("time", np.array([sigma, sigma**2]))
+    return dense("outside", np.tanh(dense("inside", x) + p["places"] + text + time))
+
+
 @dataclasses.dataclass(frozen=True)
 class ToyFamily:
     """A model family as the rest of the package sees it; parameters are made, not read."""
@@ -139,6 +150,9 @@ class ToyFamily:
 
     def decode(self, params, latents):
         return jax.nn.sigmoid(latents @ params["vae"]["kernel"])[:, None]
+
+    def encode_images(self, params, images):
+        raise ValueError("no encoder")
 
     def default_size(self):
         return Size(32, 32)

@@ -36,22 +36,11 @@ def config(tuning, **fields):
     return toy.config(**dict(advantages__kl_reward=WEIGHT) | lora | meshes | fields)
 
 
-def network(params, x, sigma, prompt, pooled):
-    """`toy.Network` for one image."""
-    p = jax.tree.map(np.float64, params)
-
-    def dense(name, a):
-        return a @ p[name]["kernel"] + p[name]["bias"]
-
-    text, time = dense("text", prompt.mean(0) + pooled), dense("time", np.array([sigma, sigma**2]))
-    return dense("outside", np.tanh(dense("inside", x) + p["places"] + text + time))
-
-
 def kl_of(tuned, reference, x, sigma, sigma_next, sigma_max, prompt, null):
     """KL of one step of Flow-GRPO's SDE: of Gaussians of equal std, whose means differ by a multiple of v."""
 
     def v(params):
-        given, without = (network(params, x, sigma, *one) for one in (prompt, null))
+        given, without = (toy.in_float64(params, x, sigma, *one) for one in (prompt, null))
         return without + GUIDANCE * (given - without)
 
     dt = sigma_next - sigma

@@ -204,6 +204,13 @@ class Flux2Klein(ChatFamily):
         """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_flux2.decode_images(self.vae, params["vae"], latents)[:, None]
 
+    @exact_products
+    def encode_images(
+        self, params: Params, images: Float[Array, "b H W 3"]
+    ) -> Float[Array, "b h w c"]:
+        """Returns the latents of images in [0, 1]: the means, without noise."""
+        return autoencoder_flux2.encode_images(self.vae, params["vae"], images)
+
 
 def _limited(height: int, width: int) -> tuple[int, int]:
     """Returns (height, width) with at most `LARGEST_SOURCE` pixels."""

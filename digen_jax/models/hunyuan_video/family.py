@@ -8,7 +8,7 @@ input of the network; a second pass without the prompt is possible, too.
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -64,6 +64,10 @@ class VideoChatFamily(ChatFamily):
         check_clip(size, self.factor * self.patch, autoencoder.FRAMES_FACTOR)
         frames = 1 + (size.frames - 1) // autoencoder.FRAMES_FACTOR
         return frames, size.height // self.factor, size.width // self.factor, self.channels
+
+    def encode_images(self, params: Params, images: Float[Array, "b H W 3"]) -> NoReturn:
+        """Raises ValueError: only clips are generated."""
+        raise ValueError("this model generates clips, but images train: choose a model of images")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,6 +92,13 @@ class QwenImage(ChatFamily):
         """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_wan.decode_images(self.vae, params["vae"], latents)
 
+    @exact_products
+    def encode_images(
+        self, params: Params, images: Float[Array, "b H W 3"]
+    ) -> Float[Array, "b h w c"]:
+        """Returns the latents of images in [0, 1]: the means, without noise."""
+        return autoencoder_wan.encode_clips(self.vae, params["vae"], images[:, None])[:, 0]
+
 
 def _length(v: Float[Array, "b h w c"]) -> Float[Array, "b n 1"]:
     """Returns the norm of each token; a zero token has the gradient 0."""

@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -334,3 +334,7 @@ class Wan(PipelineFamily):
     ) -> Float[Array, "b T H W 3"]:
         """Returns clips in [0, 1], decoded one frame of latents at a time."""
         return autoencoder_wan.decode_clips(self.vae, params["vae"], latents)
+
+    def encode_images(self, params: Params, images: Float[Array, "b H W 3"]) -> NoReturn:
+        """Raises ValueError: only clips are generated."""
+        raise ValueError("this model generates clips, but images train: choose a model of images")
