@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from digen_jax.assemble import build
+from digen_jax.config.load import complete, read_config
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
 from digen_jax.inference.model import is_run, open_model, read_run_config
-from digen_jax.inference.sampling import sample_to_folder, slug
+from digen_jax.inference.sampling import sample_clips, sample_to_folder, slug
 from digen_jax.logging.workdir import record_start
 from tests.cases import said
 from tests.pipelines import ROOT
 from tests.scripts import run_forked
-from tests.tiny_runs import pipeline, trained
+from tests.tiny_runs import pipeline, tiny_config, trained
 
 PROMPTS = ["a red circle", "two blue stars", "a green square above a red circle"]
 SLUGS = ["a-red-circle", "two-blue-stars", "a-green-square-above-a-red-circle"]
@@ -87,6 +89,24 @@ def test_images_of_a_prompt_are_numbered_and_the_first_is_that_of_one_alone(plai
 def test_the_embedded_model_is_sampled_as_its_own_file_says():
     model = open_model(str(ROOT / "assets" / "shapes-sd3"), jax.devices()[:1])
     assert model.defaults == (32, 32, 8, 2.0, 1.0, 1, 0.0)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_sampling_at_its_size_steps_and_guidance(base, plain):
+    model, _ = plain
+    evaluation = dict(height=40, width=48, steps=3, guidance=3.5)
+    config = complete(tiny_config(base, "full"))
+    config.placement.rollout.data = 0
+    config.evaluation.update(evaluation)
+    system = build(read_config(config), jax.devices()[:1])
+    records = said(*PROMPTS[:2])
+    made = system.evaluator, system.rollout_weights(system.start)
+    found = sample_clips(*made, records, 0, 2).astype(int)
+    assert found.shape == (2, 1, 40, 48, 3) and abs(found[0] - found[1]).max() > 20
+    for changes, same in (({}, True), (dict(steps=4), False), (dict(guidance=2.0), False)):
+        sampler = model.sampler(evaluation | changes)
+        sampled = sample_clips(sampler, model.weights, records, 0, 2)
+        assert (abs(found - sampled).max() <= 1) == same
 
 
 def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
