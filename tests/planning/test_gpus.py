@@ -45,6 +45,29 @@ def test_every_published_recipe_compiles_and_fits(name):
         assert found["programs"][program]["seconds"] > 0
 
 
+# Recipes on a GPU of 24 or 48 GB with int8 weights below a LoRA, and whether the planner reduces what they do at once.
+SMALL = [
+    ("sd35_medium.py:geneval,1", "rtx4090", False),
+    ("zimage_turbo.py:1", "rtx4090", False),
+    ("flux2_klein.py:base_lora,1", "rtx4090", False),
+    ("flux_dev.py:pickscore,1", "a6000", False),
+    ("qwen_image.py:ocr,1", "a6000", True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("config", "gpu", "reduced"), SMALL)
+def test_recipes_fit_one_small_gpu_in_int8(tmp_path, config, gpu, reduced):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n")
+    files = (f"--config.{name}={prompts}" for name in ("prompts.file", "evaluation.prompts"))
+    given = (f"--config=configs/{config}", f"--topology={gpu}:1", "--config.precision.frozen=int8")
+    done = run(None, "launch/plan.py", *given, *files, "--config.rewards=jpeg_compressibility")
+    assert done.returncode == 0, done.stderr
+    assert "it fits (estimated)" in done.stdout
+    assert ("it fits (estimated) with" in done.stdout) == reduced
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 def test_gpus_are_planned_for(base, tmp_path, name):
