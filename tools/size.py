@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 # Current limit and target of each measure.
 LIMITS = {
-    "Python lines without tests": (54_577, 36_000),
+    "Python lines without tests": (54_576, 36_000),
     "package files": (170, 220),
     "test lines": (42_546, 28_000),
     "README lines": (120, 120),

@@ -101,9 +101,8 @@ class SamplingExecutor:
         self.weights: dict[WeightsVersion, Weights] = {}
         self.images: dict[Chunk, np.ndarray | None] = {}  # not yet scored; None: a NaN
         self.answers: dict[Chunk, rewards.Answers] = {}
-        self.kl: dict[
-            Chunk, Float32[np.ndarray, "b s"]
-        ] = {}  # of chunks in `images`, with `kl_reward`
+        # Of chunks in `images`, with `kl_reward`.
+        self.kl: dict[Chunk, Float32[np.ndarray, "b s"]] = {}
         self.removed = False
         self._steps, self._transfer = steps, transfer
         self._scorers, self._reward_weights, self._given = scorers, reward_weights, given
