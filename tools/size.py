@@ -20,7 +20,7 @@ CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 LIMITS = {
     "Python lines without tests": (54_576, 36_000),
     "package files": (170, 220),
-    "test lines": (42_546, 28_000),
+    "test lines": (42_549, 28_000),
     "README lines": (120, 120),
     "imported modules": (87, 50),
 }
